@@ -84,7 +84,8 @@ class ModelPruning(Callback):
             raise ConfigurationError(
                 f"ModelPruning(amount={amount!r}): expected a fraction from 0.0 to 1.0, a number, or a function."
             )
-        self._given, self._names = parameters_to_prune, tuple(parameter_names or ("weight", "bias"))
+        self._given = parameters_to_prune
+        self._names = tuple(parameter_names or ("weight", "bias"))
         self._method = _method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self._is_global = use_global_unstructured
         self._amount = amount

@@ -22,7 +22,9 @@ class OutsideSteps:
     def __init__(
         self, root: Any, units: Iterable[Any], context: Callable[[], AbstractContextManager[Any] | None]
     ) -> None:
-        self._root, self._units, self._context = root, list(units), context
+        self._root = root
+        self._units = list(units)
+        self._context = context
         self._state = root._get_fsdp_state()
 
     @contextmanager

@@ -178,7 +178,9 @@ class _Pipeline:
         from torch.distributed.pipelining import SplitPoint, pipeline
 
         self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), PartialState().device
-        self.chunk_size, self.gather_output, self.names = chunk_size, gather_output, list(kwargs)
+        self.chunk_size = chunk_size
+        self.gather_output = gather_output
+        self.names = list(kwargs)
         self.example = (args, kwargs)
         with torch.no_grad(), _without_cache(model), _recorded_result(model) as results:
             traced = pipeline(model, args, kwargs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))

@@ -262,7 +262,8 @@ class SeededTurns(Sampler[Any]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the result of `state_dict`."""
-        self._next, self.key = int(state["turn"]), int(state["key"])
+        self._next = int(state["turn"])
+        self.key = int(state["key"])
 
     def __iter__(self) -> Iterator[Any]:
         while True:

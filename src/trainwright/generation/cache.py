@@ -57,14 +57,19 @@ class KeyValueCache:
             raise ConfigurationError(f"cache.update received layer={layer} twice in a forward. Number the layers.")
         self._updated.add(layer)
         if layer not in self._stored:
-            shapes = [(*new.shape[:2], self._capacity, new.shape[3]) for new in (keys, values)]
-            self._stored[layer] = keys.new_zeros(shapes[0]), values.new_zeros(shapes[1])
-        rows = torch.arange(len(keys), device=keys.device)[:, None]
-        end = self.mask.shape[-1]
-        for stored, new in zip(self._stored[layer], (keys, values), strict=True):
-            stored[rows, :, self.positions] = new.transpose(1, 2)
+            # The whole capacity at once: appending would copy all tokens in every call.
+            self._stored[layer] = (self._empty_like(keys), self._empty_like(values))
         stored_keys, stored_values = self._stored[layer]
-        return stored_keys[:, :, :end], stored_values[:, :, :end]
+        rows = torch.arange(len(keys), device=keys.device)[:, None]
+        # Indexing with two tensors around a slice puts their dimensions first: (batch, length, heads, width).
+        stored_keys[rows, :, self.positions] = keys.transpose(1, 2)
+        stored_values[rows, :, self.positions] = values.transpose(1, 2)
+        num_stored = self.mask.shape[-1]
+        return stored_keys[:, :, :num_stored], stored_values[:, :, :num_stored]
+
+    def _empty_like(self, new: Tensor) -> Tensor:
+        batch, heads, _, width = new.shape
+        return new.new_zeros((batch, heads, self._capacity, width))
 
     def select(self, rows: Tensor) -> None:
         """Keep the rows with the indices `rows`, int64 of shape (batch,). An index may repeat."""
@@ -72,7 +77,8 @@ class KeyValueCache:
 
     def call(self, model: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
         """Return the output of a model for tokens at `positions`, both of shape (batch, length)."""
-        self.positions, self._updated = positions, set()
+        self.positions = positions
+        self._updated = set()
         stored = torch.arange(int(positions.max()) + 1, device=positions.device)
         self.mask = (stored <= positions[:, :, None])[:, None]
         output = model(tokens, cache=self)
@@ -86,8 +92,9 @@ class KeyValueCache:
 
 def takes_cache(model: nn.Module) -> bool:
     """Return whether the forward of a model, or of the module in a wrapper, has a parameter `cache`."""
-    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]  # without self
     children = list(model.children())
-    if len(children) == 1 and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+    passes_all_on = all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+    if len(children) == 1 and passes_all_on:  # a wrapper such as DistributedDataParallel
         return takes_cache(children[0])
     return any(one.name == "cache" for one in parameters)

@@ -77,40 +77,67 @@ def generate(
     if is_sampled and num_beams > 1:
         raise ConfigurationError("num_beams searches the most probable sequences: remove temperature, top_k and top_p.")
     prompts = _prompts(input_ids, attention_mask, bos_token)
-    candidates = (one for one in model.modules() if hasattr(type(one), "generate"))
-    library: Any = next((one for one in candidates if hasattr(one, "generation_config")), None)  # transformers'
+    library = _model_of_transformers(model)
     if library is not None:
         _check_limits(library.config, prompts, max_new_tokens)
-        if eos_token is None:  # some models have several: the first one
-            eos_token = library.generation_config.eos_token_id
-            eos_token = eos_token[0] if isinstance(eos_token, list) else eos_token
-    pad = pad_token if pad_token is not None else eos_token or 0
+        if eos_token is None:
+            eos_token = _first_eos_token(library)
+    if pad_token is None:
+        pad_token = eos_token or 0
     words = all_stop_words(stop_words, eos_token)
-    processors = list[Sampling]()
+    processors: list[Sampling] = []
     if is_sampled:
-        seeds = [int(torch.randint(2**62, ())) if seed is None else seed]
-        if seed is None and _is_shared(model):
-            dist.broadcast_object_list(seeds, src=0)
-        generator = torch.Generator(input_ids.device).manual_seed(seeds[0])
-        processors = [Sampling(1.0 if temperature is None else temperature, top_k, top_p, top_p_decay, generator)]
-    options: dict[str, Any] = {"num_beams": num_beams, "length_penalty": length_penalty, "eos_token_id": eos_token}
+        generator = torch.Generator(input_ids.device).manual_seed(_common_seed(model) if seed is None else seed)
+        scale = 1.0 if temperature is None else temperature
+        processors.append(Sampling(scale, top_k, top_p, top_p_decay, generator))
+
     was_training = model.training
     model.eval()
     try:
         if library is not None:
-            options |= {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "logits_processor": processors}
+            options = {
+                "num_beams": num_beams,
+                "length_penalty": length_penalty,
+                "eos_token_id": eos_token,
+                "max_new_tokens": max_new_tokens,
+                "pad_token_id": pad_token,
+                "logits_processor": processors,
+            }
             found = _by_library(library, prompts, words, options)
         else:
             if num_beams > 1:
                 found = [_beams(model, one, max_new_tokens, num_beams, length_penalty, words) for one in prompts]
             else:
                 found = _by_logits(model, prompts, max_new_tokens, processors, words)
+            # Forwards of a sharded model are collective: call it until the ranks with longer continuations end, too.
             while _any_computes(model, input_ids.device, False):
                 model(prompts[0][None])
     finally:
         model.train(was_training)
     rows = [torch.cat([prompt, cut(words, new)]) for prompt, new in zip(prompts, found, strict=True)]
-    return pad_sequence(rows, batch_first=True, padding_value=pad)
+    return pad_sequence(rows, batch_first=True, padding_value=pad_token)
+
+
+def _model_of_transformers(model: nn.Module) -> Any:
+    """Return the first module with a `generate` of transformers, or None."""
+    for module in model.modules():
+        if hasattr(type(module), "generate") and hasattr(module, "generation_config"):
+            return module
+    return None
+
+
+def _first_eos_token(library: Any) -> int | None:
+    """Return the token that ends a text. Some models have several of them."""
+    tokens: int | list[int] | None = library.generation_config.eos_token_id
+    return tokens[0] if isinstance(tokens, list) else tokens
+
+
+def _common_seed(model: nn.Module) -> int:
+    """Draw a seed. The ranks of one model draw the same one, since they must sample the same tokens."""
+    seeds = [int(torch.randint(2**62, ()))]
+    if _is_shared(model):
+        dist.broadcast_object_list(seeds, src=0)
+    return seeds[0]
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> list[Tensor]:
@@ -123,10 +150,12 @@ def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> l
         raise ConfigurationError(
             f"input_ids of shape {tuple(input_ids.shape)} and attention_mask of {shape}: expected (batch, length)."
         )
-    rows = list(input_ids) if mask is None else [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
+    rows = list(input_ids)
+    if mask is not None:
+        rows = [row[keep.bool()] for row, keep in zip(rows, mask, strict=True)]
     if bos_token is not None:
         rows = [torch.cat([row.new_tensor([bos_token]), row]) for row in rows]
-    if not all(map(len, rows)):
+    if any(len(row) == 0 for row in rows):
         raise ConfigurationError("a prompt is empty. Pass bos_token=, with which texts begin.")
     return rows
 
@@ -152,6 +181,7 @@ def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
 
 
 def _by_library(model: Any, prompts: list[Tensor], words: list[list[int]], options: dict[str, Any]) -> list[Tensor]:
+    # Padding is on the left: transformers appends new tokens on the right.
     ids = pad_sequence(prompts, batch_first=True, padding_value=options["pad_token_id"], padding_side="left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
     width = ids.shape[1]
@@ -182,8 +212,11 @@ def _by_logits(
         for process in processors:
             scores = process(tokens, scores)
         tokens.scatter_(1, (lengths + step)[:, None], scores.argmax(-1, keepdim=True))
-        found = [row[len(prompt) : len(prompt) + step + 1] for row, prompt in zip(tokens, prompts, strict=True)]
-        done = [was or ends(words, new) for was, new in zip(done, found, strict=True)]
+        found = []
+        for index, prompt in enumerate(prompts):
+            new = tokens[index, len(prompt) : len(prompt) + step + 1]
+            found.append(new)
+            done[index] = done[index] or ends(words, new)
         if all(done):
             break
     return found
@@ -202,19 +235,26 @@ def _beams(
         lengths = torch.full((len(beams),), beams.shape[1], device=prompt.device)
         logits = _next_logits(model, beams, lengths, cache, is_first=length == 1)
         scores = totals[:, None] + logits.log_softmax(-1)
-        # So many that enough of them do not end.
-        best = scores.flatten().topk(min(max(2, 1 + len(words)) * num_beams, scores.numel()))
+        # Each beam can end with one candidate for each stop word. With one candidate more, enough of them do not end.
+        num_candidates = max(2, 1 + len(words)) * num_beams
+        best = scores.flatten().topk(min(num_candidates, scores.numel()))
         sources = best.indices // scores.shape[1]
         tokens = best.indices % scores.shape[1]
         rows = torch.cat([beams[sources], tokens[:, None]], dim=1)
-        ended = [length == num or ends(words, row[len(prompt) :]) for row in rows]
-        found = [(float(best.values[i]) / length**length_penalty, rows[i]) for i in range(num_beams) if ended[i]]
-        finished = sorted(finished + found, key=lambda one: one[0], reverse=True)[:num_beams]
-        kept = [i for i, is_ended in enumerate(ended) if not is_ended][:num_beams]
+        kept = []
+        for index, row in enumerate(rows):
+            if length < num and not ends(words, row[len(prompt) :]):
+                kept.append(index)
+            elif index < num_beams:  # as in transformers, worse candidates that end are dropped
+                finished.append((float(best.values[index]) / length**length_penalty, row))
+        finished = sorted(finished, key=lambda one: one[0], reverse=True)[:num_beams]
+        kept = kept[:num_beams]
         if not kept:
             break
-        if len(finished) == num_beams and float(best.values[kept[0]]) / length**length_penalty <= finished[-1][0]:
-            break  # as `early_stopping=False` of transformers
+        # As `early_stopping=False` of transformers: stop when the best open beam is worse than all finished ones.
+        best_open = float(best.values[kept[0]]) / length**length_penalty
+        if len(finished) == num_beams and best_open <= finished[-1][0]:
+            break
         beams = rows[kept]
         totals = best.values[kept]
         if cache is not None:
@@ -224,7 +264,9 @@ def _beams(
 
 def _make_cache(model: nn.Module, capacity: int) -> KeyValueCache | None:
     in_stages = any(parameter.is_meta for parameter in model.parameters())
-    return KeyValueCache(capacity) if takes_cache(model) and not in_stages else None
+    if in_stages or not takes_cache(model):
+        return None
+    return KeyValueCache(capacity)
 
 
 def _next_logits(
@@ -249,7 +291,9 @@ def _next_logits(
 
 def _is_shared(model: nn.Module) -> bool:
     """Return whether the model's weights are split or sharded over ranks."""
-    return dist.is_initialized() and any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
+    if not dist.is_initialized():
+        return False
+    return any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
 def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> bool:

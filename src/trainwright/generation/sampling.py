@@ -49,13 +49,16 @@ class Sampling:
             smallest = scores.topk(self._top_k).values[:, -1:]
             scores = scores.masked_fill(scores < smallest, -torch.inf)
         if self._top_p < 1:
-            ordered, places = scores.sort(dim=-1, descending=True)
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-            is_out = torch.zeros_like(before, dtype=torch.bool).scatter(-1, places, before >= self._top_p)
-            scores = scores.masked_fill(is_out, -torch.inf)
+            ordered, tokens = scores.sort(dim=-1, descending=True)
+            probabilities = ordered.softmax(-1)
+            # A token is left out if the more probable ones have `top_p` already. The first one is always kept.
+            more_probable = probabilities.cumsum(-1) - probabilities
+            is_left_out = torch.zeros_like(ordered, dtype=torch.bool).scatter(-1, tokens, more_probable >= self._top_p)
+            scores = scores.masked_fill(is_left_out, -torch.inf)
             self._top_p *= self._decay
         if self._generator is None:
             return scores
+        # -log(Exponential(1)) is Gumbel noise.
         return scores - torch.empty_like(scores).exponential_(generator=self._generator).log()
 
 
@@ -66,16 +69,22 @@ def all_stop_words(words: Sequence[Sequence[int]], eos_token: int | None) -> lis
             raise ConfigurationError(f"stop_words has {word!r}, expected sequences of tokens: [[11], [12, 13]].")
         if not len(word):
             raise ConfigurationError("stop_words has an empty sequence. Remove it.")
-    return [list(word) for word in words] + ([] if eos_token is None else [[eos_token]])
+    found = [list(word) for word in words]
+    if eos_token is not None:
+        found.append([eos_token])
+    return found
 
 
 def ends(words: list[list[int]], tokens: Tensor) -> bool:
     """Return whether the new tokens of a row end with one of the stop words."""
-    tail = tokens[-max(map(len, words), default=1) :].tolist()
+    longest = max((len(word) for word in words), default=1)
+    tail = tokens[-longest:].tolist()  # one copy to the host
     return any(tail[-len(word) :] == word for word in words)
 
 
 def cut(words: list[list[int]], tokens: Tensor) -> Tensor:
     """Return the new tokens of a row up to and including the first stop word."""
-    lengths = range(1, len(tokens) + 1)
-    return tokens[: next((length for length in lengths if ends(words, tokens[:length])), len(tokens))]
+    for length in range(1, len(tokens) + 1):
+        if ends(words, tokens[:length]):
+            return tokens[:length]
+    return tokens

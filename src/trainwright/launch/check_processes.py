@@ -71,7 +71,8 @@ class Watch:
     def begin(self, part: str) -> None:
         """Start the time limit of a part."""
         with self._lock:
-            self._part, self._end_s = part, time.monotonic() + LIMIT_S
+            self._part = part
+            self._end_s = time.monotonic() + LIMIT_S
 
     def finish(self, row: Finding) -> None:
         """End the time limit of a part and append its row to this process's file."""

@@ -46,5 +46,7 @@ class Agreement:
         everyone = self._processes.gather_integers([*values, pace_us])
         slowest_us = max(of_rank[-1] for of_rank in everyone)
         wait = min(int(_PERIOD_S * 1e6) // max(slowest_us, 1), self._at_most - count % self._at_most)
-        self._last, self._since, self._next = count, now, count + max(wait, 1)
+        self._last = count
+        self._since = now
+        self._next = count + max(wait, 1)
         return [of_rank[:-1] for of_rank in everyone]

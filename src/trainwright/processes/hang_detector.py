@@ -94,13 +94,15 @@ class HangDetector:
         self._beat_s = max(_BEAT_S, world_size / _RANKS_PER_BEAT_S)
         self._thread_id = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="trainwright-hang-detector", daemon=True)
-        self._wake, self._told = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._told = threading.Event()
         self._stopping = False
         self._error: BaseException | None = None  # the error with which this rank leaves the run
         self._mark = ProcessMark.mine()
         self._known_gone: set[int] = set()
         # Progress
-        self._last, self._moved_at = position(), time.monotonic()
+        self._last = position()
+        self._moved_at = time.monotonic()
         self._beats = self._events = self._stalls = 0
         self._stall_of_mine: tuple[Position, float] | None = None
         self._covered: Position | None = None  # already reported
@@ -244,7 +246,8 @@ class HangDetector:
             self._learn(Failure.from_json(first))
 
     def _learn(self, failure: Failure) -> None:
-        self._failure, self._failure_seen_at = failure, time.monotonic()
+        self._failure = failure
+        self._failure_seen_at = time.monotonic()
         self._shared.add("seen", 1)
 
     def _say_farewell(self) -> None:

@@ -128,7 +128,8 @@ class ReceivedSignal:
     def take(self, number: int) -> None:
         """Record a signal to this process. Only the first signal is recorded."""
         if not self.signal:
-            self.signal, self._deadline = number, time.monotonic() + (self.grace_s or 0.0)
+            self.signal = number
+            self._deadline = time.monotonic() + (self.grace_s or 0.0)
 
     def remaining_s(self) -> float:
         """Return the seconds until the system ends the process."""

@@ -37,7 +37,9 @@ class SimpleProfiler(Profiler):
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
-        self.totals, self._open, self._since = {}, [], perf_counter()
+        self.totals = {}
+        self._open = []
+        self._since = perf_counter()
         self.recorded_durations = {}
 
     def start(self, action_name: str) -> None:
@@ -57,7 +59,9 @@ class SimpleProfiler(Profiler):
     def summary(self) -> str:
         """Return a table of the actions, the longest first."""
         whole = max(perf_counter() - self._since, 1e-9)
-        rows = sorted(self.totals.items(), key=lambda row: -row[1][1])[: None if self.extended else _TOP]
+        rows = sorted(self.totals.items(), key=lambda row: -row[1][1])
+        if not self.extended:
+            rows = rows[:_TOP]
         if not rows:
             return ""
         width = max(len("Action"), *(len(name) for name, _ in rows))
@@ -117,7 +121,9 @@ class AdvancedProfiler(Profiler):
         if self._open:
             self._open[-1][1].disable()
             self._open = []
-        for name, profile in self._profiles.items() if self.dump_stats else ():
+        if not self.dump_stats:
+            return
+        for name, profile in self._profiles.items():
             action = re.sub(r"[^\w.]", "_", name)
             path = self.path(f"-{action}.prof")
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,9 @@ class Profiler:
         self.dirpath = None if dirpath is None else Path(dirpath).expanduser()
         self.filename = filename
         self.stage: str | None = None
-        self.rank, self.world_size, self._root = 0, 1, Path(".")
+        self.rank = 0
+        self.world_size = 1
+        self._root = Path(".")
         self._open: list[Any] = []  # sequences that begin with the name of an open action, the innermost last
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
@@ -49,7 +51,10 @@ class Profiler:
             rank, world_size: rank of this process, and number of processes.
             root: Folder of the files if there is no `dirpath`.
         """
-        self.stage, self.rank, self.world_size, self._root = stage, rank, world_size, Path(root)
+        self.stage = stage
+        self.rank = rank
+        self.world_size = world_size
+        self._root = Path(root)
 
     def start(self, action_name: str) -> None:
         """Start recording an action."""

@@ -79,17 +79,20 @@ class CycleProfile(torch.profiler.profile):
         on_trace_ready: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        held = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch has no types here
-        supported = {activity: name for name, activity in _ACTIVITIES.items() if activity in held}
+        supported = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch has no types here
         for activity in options.get("activities") or ():
             if activity not in supported:
+                known = [name for name, each in _ACTIVITIES.items() if each in supported]
                 raise ConfigurationError(
                     f"the activity {str(activity).rpartition('.')[2].lower()!r} cannot be recorded on this machine. "
-                    f"Supported: {', '.join(supported.values())}."
+                    f"Supported: {', '.join(known)}."
                 )
         super().__init__(schedule=make_schedule(schedule), on_trace_ready=CycleProfile._call_handlers, **options)
-        self.num_recorded = self.num_exported = 0  # steps, and those of earlier cycles
-        self.handlers = [*handlers, *([] if on_trace_ready is None else [on_trace_ready])]
+        self.num_recorded = 0  # steps
+        self.num_exported = 0  # steps of earlier cycles
+        self.handlers = list(handlers)
+        if on_trace_ready is not None:
+            self.handlers.append(on_trace_ready)
         self._first = ""  # the first file of this cycle
 
     @property
@@ -128,13 +131,15 @@ class CycleProfile(torch.profiler.profile):
         """Warn if the schedule recorded no step."""
         if self.num_recorded or not self.record_steps:
             return
-        reason = "the loop did not call step() of the profiler: call it after each step."
         if self.step_num:
             first = next((step for step in range(_SEARCHED_STEPS) if self.schedule(step) in _RECORDING), None)
+            when = "never" if first is None else f"after {first} steps"
             reason = (
-                f"the loop ran {self.step_num} steps, and the schedule becomes active "
-                f"{'never' if first is None else f'after {first} steps'}. Decrease wait, warmup or skip_first."
+                f"the loop ran {self.step_num} steps, and the schedule becomes active {when}. Decrease wait, warmup or "
+                "skip_first."
             )
+        else:
+            reason = "the loop did not call step() of the profiler: call it after each step."
         warnings.warn(f"the profiler recorded no step: {reason}", TrainwrightWarning, stacklevel=3)
 
 
@@ -198,15 +203,18 @@ class PyTorchProfiler(Profiler):
         self.export_to_chrome = export_to_chrome
         self.row_limit = row_limit
         self.sort_by_key = sort_by_key
-        self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
+        self.record_module_names = record_module_names
+        self.table_kwargs = dict(table_kwargs or {})
         self.memory_timeline = memory_timeline
         self.memory_snapshot = memory_snapshot
         self.peak_flops = peak_flops
         self.schedule = _DEFAULT_SCHEDULE if schedule is None else schedule
         make_schedule(self.schedule)  # an error before the stage
-        needs = ["record_shapes"] if group_by_input_shapes or memory_timeline else []
-        needs += ["profile_memory", "with_stack"] if memory_timeline else []
-        self.profiler_kwargs = {**profiler_kwargs, **dict.fromkeys(needs, True)}
+        self.profiler_kwargs = dict(profiler_kwargs)
+        if group_by_input_shapes:
+            self.profiler_kwargs["record_shapes"] = True
+        if memory_timeline:  # torch refuses to export it without them
+            self.profiler_kwargs.update(record_shapes=True, profile_memory=True, with_stack=True)
         self.profiler: CycleProfile | None = None
         self._text = ""
 
@@ -232,13 +240,16 @@ class PyTorchProfiler(Profiler):
 
     def watch(self, model: torch.nn.Module) -> None:
         """Mark the forward of each module of `model` with its name from now on, if `record_module_names`."""
-        for name, module in model.named_modules() if self.record_module_names else ():
-            if name:
-                label = f"[Module]{name}: {type(module).__name__}"
-                before = module.register_forward_pre_hook(lambda *_, label=label: self.start(label))
-                after = module.register_forward_hook(lambda *_, label=label: self.stop(label), always_call=True)
-                self._resources.callback(before.remove)
-                self._resources.callback(after.remove)
+        if not self.record_module_names:
+            return
+        for name, module in model.named_modules():
+            if not name:  # the model itself, whose forward is the whole step
+                continue
+            label = f"[Module]{name}: {type(module).__name__}"
+            before = module.register_forward_pre_hook(lambda *_, label=label: self.start(label))
+            after = module.register_forward_hook(lambda *_, label=label: self.stop(label), always_call=True)
+            self._resources.callback(before.remove)
+            self._resources.callback(after.remove)
 
     def start(self, action_name: str) -> None:
         is_recording = self.emit_nvtx if self.profiler is None else self.profiler.is_recording
@@ -257,24 +268,8 @@ class PyTorchProfiler(Profiler):
 
     def _receive(self, profiler: CycleProfile) -> None:
         """Export a finished cycle of the schedule, and write the text of the summary."""
-        cycle = ""
-        of = ""
-        if self._cycles:
-            cycle = f"-{len(self._cycles)}"
-            of = f", in the last of {len(self._cycles) + 1} cycles"
-        averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
-        key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
-        table = averages.table(**{"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs})
-        steps = profiler.num_recorded - profiler.num_exported
-        self._text = (
-            f"Profile of {self.stage or 'the program'} on rank {self.rank}: {steps} steps recorded{of}\n{table}"
-        )
-        flops = sum(each.flops for each in averages)
-        seconds = sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
-        if flops and steps:
-            self._text += f"\nFLOPs of a step: {flops / steps:.6g} (matrix products and convolutions)"
-            if self.peak_flops is not None and seconds:
-                self._text += f"\nShare of the device's peak: {100 * flops / seconds / self.peak_flops:.2f} %"
+        self._text = self._describe(profiler)
+        cycle = f"-{len(self._cycles)}" if self._cycles else ""
         self.path("").parent.mkdir(parents=True, exist_ok=True)
         if self.export_to_chrome:
             profiler.export_chrome_trace(str(self.path(f"{cycle}.json")))
@@ -284,6 +279,24 @@ class PyTorchProfiler(Profiler):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # torch has no other one for the CPU
                 profiler.export_memory_timeline(str(self.path(f"{cycle}-memory.json")), device=device)
+
+    def _describe(self, profiler: CycleProfile) -> str:
+        """Return the summary of a finished cycle."""
+        averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
+        key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
+        table = averages.table(**{"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs})
+        num_steps = profiler.num_recorded - profiler.num_exported
+        title = f"Profile of {self.stage or 'the program'} on rank {self.rank}: {num_steps} steps recorded"
+        if self._cycles:
+            title += f", in the last of {len(self._cycles) + 1} cycles"
+        lines = [title, table]
+        flops = sum(each.flops for each in averages)
+        seconds = sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
+        if flops and num_steps:
+            lines.append(f"FLOPs of a step: {flops / num_steps:.6g} (matrix products and convolutions)")
+            if self.peak_flops is not None and seconds:
+                lines.append(f"Share of the device's peak: {100 * flops / seconds / self.peak_flops:.2f} %")
+        return "\n".join(lines)
 
     def _write_snapshot(self) -> None:
         torch.cuda.memory._dump_snapshot(str(self.path("-memory.pickle")))  # type: ignore[no-untyped-call]  # torch's
@@ -305,30 +318,40 @@ class PyTorchProfiler(Profiler):
         """On rank 0, merge the traces of all ranks. Each rank has separate lanes."""
         if self.rank or not self.export_to_chrome or not self._cycles:
             return
-        paths = [(i, self.path(f"{cycle}.json", i)) for i in range(self.world_size) for cycle in self._cycles]
-        traces = [(rank, json.loads(path.read_text(encoding="utf-8"))) for rank, path in paths if path.exists()]
-        first = min((trace.get("baseTimeNanoseconds", 0) for _, trace in traces), default=0)
-        events: list[dict[str, Any]] = []
-        lanes: dict[tuple[int, Any], int] = {}
-        for rank, trace in traces:
-            shift = (trace.get("baseTimeNanoseconds", 0) - first) / 1000  # times of events are microseconds
-            for event in trace["traceEvents"]:
-                event["pid"] = lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
-                if event.get("ph") != "M" and "ts" in event:
-                    event["ts"] += shift
-                if "id" in event:
-                    event["id"] = f"{rank}-{event['id']}"
-                if event.get("name") == "process_name":
-                    event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
-                elif event.get("name") == "process_sort_index":
-                    event["args"] = {"sort_index": lane}
-                events.append(event)
-        merged = {"schemaVersion": 1, "baseTimeNanoseconds": first, "displayTimeUnit": "ms", "traceEvents": events}
+        traces: list[tuple[int, dict[str, Any]]] = []
+        for rank in range(self.world_size):
+            for cycle in self._cycles:
+                path = self.path(f"{cycle}.json", rank)
+                if path.exists():  # not that of a rank on another node
+                    traces.append((rank, json.loads(path.read_text(encoding="utf-8"))))
+        merged = _merge_traces(traces)
         self.path(".json", "merged").write_text(json.dumps(merged), encoding="utf-8")
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the open profiler. A copy in another process starts a new profiler."""
         return {**vars(self), "profiler": None, "_open": [], "_resources": None}
+
+
+def _merge_traces(traces: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Return one chrome trace with the events of the traces of all ranks, in lanes of their own."""
+    start_ns = min((trace.get("baseTimeNanoseconds", 0) for _, trace in traces), default=0)
+    events: list[dict[str, Any]] = []
+    lanes: dict[tuple[int, Any], int] = {}  # (rank, process in its trace) → process in the merged trace
+    for rank, trace in traces:
+        shift_us = (trace.get("baseTimeNanoseconds", 0) - start_ns) / 1000  # times of events are microseconds
+        for event in trace["traceEvents"]:
+            lane = lanes.setdefault((rank, event.get("pid")), len(lanes))
+            event["pid"] = lane
+            if event.get("ph") != "M" and "ts" in event:  # M: a name or an index, without a time
+                event["ts"] += shift_us
+            if "id" in event:
+                event["id"] = f"{rank}-{event['id']}"
+            if event.get("name") == "process_name":
+                event["args"] = {"name": f"rank {rank}: {event['args'].get('name', '')}"}
+            elif event.get("name") == "process_sort_index":
+                event["args"] = {"sort_index": lane}
+            events.append(event)
+    return {"schemaVersion": 1, "baseTimeNanoseconds": start_ns, "displayTimeUnit": "ms", "traceEvents": events}
 
 
 @dataclass
@@ -378,7 +401,8 @@ class ProfileKwargs(KwargsHandler):
         self.__post_init__()  # an option may have been assigned since
         options = self.to_dict()
         del options["output_trace_dir"]
-        options["activities"] = self.activities and [_ACTIVITIES[name] for name in self.activities]
+        if self.activities:
+            options["activities"] = [_ACTIVITIES[name] for name in self.activities]
         return CycleProfile(options.pop("schedule_option"), **options)
 
 
@@ -394,11 +418,13 @@ def profiled(
     folder = None if options.output_trace_dir is None else Path(options.output_trace_dir)
 
     def export(profiler: torch.profiler.profile) -> None:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            number = sum(Path(path).parent == folder for path in written)
-            written.append(str(folder / f"profile_{process_index}{f'-{number}' if number else ''}.json"))
-            profiler.export_chrome_trace(written[-1])
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        number = sum(Path(path).parent == folder for path in written)
+        suffix = f"-{number}" if number else ""
+        written.append(str(folder / f"profile_{process_index}{suffix}.json"))
+        profiler.export_chrome_trace(written[-1])
 
     profiler = options.build()
     profiler.handlers.insert(0, export)
