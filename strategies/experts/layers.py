@@ -54,10 +54,13 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    count = getattr(module, "num_experts", None)
-    if not own or not isinstance(count, int) or any(p.dim() < 2 or p.shape[0] != count for p in own):
+    num_experts = getattr(module, "num_experts", None)
+    parameters = list(module.parameters(recurse=False))
+    if not parameters or not isinstance(num_experts, int):
         return False
+    for parameter in parameters:
+        if parameter.dim() < 2 or parameter.shape[0] != num_experts:
+            return False
     return tuple(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
 
 
@@ -150,9 +153,9 @@ class DividedExperts:
         return self.parameters
 
     def _shard(self, full: nn.Parameter) -> nn.Parameter:
-        placements: list[Placement] = [
-            Shard(0) if name == "dp_shard" else Replicate() for name in self._mesh.mesh_dim_names or ()
-        ]
+        placements: list[Placement] = []
+        for name in self._mesh.mesh_dim_names or ():
+            placements.append(Shard(0) if name == "dp_shard" else Replicate())
         own = full.detach().chunk(self._divisor)[self._mesh.get_local_rank("dp_shard")].clone()
         shard = DTensor.from_local(own, self._mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
         return nn.Parameter(shard, requires_grad=full.requires_grad)
@@ -164,7 +167,9 @@ class DividedExperts:
         gathered: dict[str, Any] = {}
         for name, parameter in module.named_parameters(recurse=False):
             shard = parameter.to_local()
-            dtype = self._dtype if self._dtype is not None and shard.is_floating_point() else shard.dtype
+            dtype = shard.dtype
+            if self._dtype is not None and shard.is_floating_point():
+                dtype = self._dtype
             gathered[name] = GatherExperts.apply(shard, self._share, dtype, self._divisor)  # type: ignore[no-untyped-call]  # torch has no types here
         # The same module with the experts of this rank. copy.copy would call FSDPModule.__new__, which may call the
         # constructor, and functional_call cannot replace `num_experts` and `forward`.
@@ -174,14 +179,15 @@ class DividedExperts:
         vars(view).update(members, _parameters={}, num_experts=count, **gathered)
 
         def compute(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            if len(tokens):
-                found: torch.Tensor = type(view).forward(view, tokens, experts, weights)
-                return found
+            if len(tokens) > 0:
+                outputs: torch.Tensor = type(view).forward(view, tokens, experts, weights)
+                return outputs
             empty: torch.Tensor = Connect.apply(tokens, *gathered.values())  # type: ignore[no-untyped-call]  # torch has no types here
             return empty
 
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        index, weights = (given.reshape(len(rows), -1) for given in (top_k_index, top_k_weights))
+        index = top_k_index.reshape(len(rows), -1)
+        weights = top_k_weights.reshape(len(rows), -1)
         summed = exchange(rows, index, weights, num_experts=module.num_experts, group=self._exchange, compute=compute)
         return summed.view_as(hidden_states)
 

@@ -49,19 +49,25 @@ def exchange(
     """
     size = group.size()
     top_k = experts.shape[-1]
-    chosen = experts.reshape(-1)
-    order = chosen.argsort(stable=True)
-    to_send = chosen.bincount(minlength=num_experts)
-    to_receive = torch.empty_like(to_send)
+    # Each token is sent top_k times, in the order of the experts. For example experts=[[2, 0], [0, 1]] (2 tokens, top_k
+    # 2): expert_of_row=[2, 0, 0, 1], order=[1, 2, 3, 0], and the tokens are sent in the order 0, 1, 1, 0.
+    expert_of_row = experts.reshape(-1)
+    order = expert_of_row.argsort(stable=True)
+    to_send = expert_of_row.bincount(minlength=num_experts)  # number of rows for each expert of all ranks
+    to_receive = torch.empty_like(to_send)  # number of rows from each rank for each expert of this one
     dist.all_to_all_single(to_receive, to_send, group=group)
-    counts = torch.stack([to_send, to_receive]).view(2, size, -1)
-    sent, received = counts.sum(-1).tolist()
+    per_rank = torch.stack([to_send, to_receive]).view(2, size, -1).sum(-1)
+    sent, received = per_rank.tolist()  # waits for the device
+
     inputs = all_to_all_single_autograd(tokens[order // top_k], received, sent, group)
-    own = torch.arange(num_experts // size, device=tokens.device).repeat(size)
-    own = own.repeat_interleave(to_receive, output_size=len(inputs)).unsqueeze(1)
-    outputs = compute(inputs, own, weights.new_ones(own.shape))
-    returned = all_to_all_single_autograd(outputs.contiguous(), sent, received, group)[order.argsort()]
-    summed = (returned.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1)
+    # Rows arrive by rank, and those of a rank by expert: local experts 0, 1, …, 0, 1, … with to_receive rows each.
+    local_experts = torch.arange(num_experts // size, device=tokens.device).repeat(size)
+    local_experts = local_experts.repeat_interleave(to_receive, output_size=len(inputs)).unsqueeze(1)
+    outputs = compute(inputs, local_experts, weights.new_ones(local_experts.shape))
+    sorted_outputs = all_to_all_single_autograd(outputs.contiguous(), sent, received, group)
+
+    of_experts = sorted_outputs[order.argsort()].view(*experts.shape, -1)  # (tokens, top_k, width)
+    summed = (of_experts * weights.unsqueeze(-1)).sum(1)
     return summed.to(tokens.dtype)
 
 
@@ -81,18 +87,18 @@ class GatherExperts(torch.autograd.Function):
         shard = shard.to(dtype)
         if group is None:
             return shard.view_as(shard)
-        found = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
-        _all_gather(found, shard.contiguous(), group=group)
-        return found
+        gathered = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
+        _all_gather(gathered, shard.contiguous(), group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         grad = grads[0].to(ctx.dtype) / ctx.divisor
         if ctx.group is None:
             return grad, None, None, None
-        found = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        _reduce_scatter(found, grad.contiguous(), group=ctx.group)
-        return found, None, None, None
+        of_shard = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        _reduce_scatter(of_shard, grad.contiguous(), group=ctx.group)
+        return of_shard, None, None, None
 
 
 class Connect(torch.autograd.Function):
@@ -108,4 +114,5 @@ class Connect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        return grads[0], *zeros
