@@ -1,7 +1,7 @@
 """The Trainer: its arguments, its stage methods, and requests of callbacks that are executed immediately.
 
 Each stage method creates a `StageRun` (run.py). stage.py sets it up and tears it down, loop.py trains, evaluation.py
-evaluates. lightning_names.py defines further attributes of a Trainer, and planning/ the method `plan`.
+evaluates. lightning_names.py defines further attributes of a Trainer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import is_interactive, started_by_trainer
+from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
 from trainwright.data.datamodule import DataModule
@@ -37,7 +38,8 @@ from trainwright.trainer.evaluation import Evaluation, Prediction
 from trainwright.trainer.fit_loop_view import FitLoopView
 from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.loop import FitLoop
-from trainwright.trainer.planning.planner import Planner
+from trainwright.trainer.planning.planner import plan_fit, set_up_data
+from trainwright.trainer.planning.run_plan import Plan
 from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.run_state import RunProgress, RunState
@@ -58,7 +60,7 @@ class Loop(Protocol):
 MakeLoop = Callable[[StageRun], Loop]
 
 
-class Trainer(Planner, LightningNames):
+class Trainer(LightningNames):
     """Trainer that fits, evaluates and predicts with a task.
 
     `trainwright launch` sets the defaults of `strategy`, `precision`, `accumulate_grad_batches` and `compile`.
@@ -371,6 +373,54 @@ class Trainer(Planner, LightningNames):
             "predict", task, sources, load, partial(Prediction, keep=return_predictions is not False)
         )
         return found
+
+    @known_arguments(partial(refuse_of_verb, "plan"))
+    def plan(
+        self,
+        task: TaskModule | None = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        *,
+        model: TaskModule | None = None,
+        load_weights_only: bool = False,
+        strict: bool | None = None,
+        allow_missing: Iterable[str] = (),
+        on_damaged: OnDamaged | None = None,
+        setup_data: bool = False,
+    ) -> Plan:
+        """Return what `fit` with the same arguments will do, without training. Not collective.
+
+        The task is not changed: a task with `configure_model` is built as a copy on the device `meta`. By default, no
+        process is started, no file is written, and no `setup` or `prepare_data` is called. If the data module or task
+        with the loaders defines one of these methods, its batches are not known: pass loaders, or `setup_data=True`
+        for a data module.
+
+        Args:
+            setup_data: call `prepare_data`, `setup` and `teardown` of the data module, which may download and write
+                files, and read one batch. Default: False.
+
+        Raises:
+            ConfigurationError, FileNotFoundError, CheckpointError: as in `fit`, before devices are used.
+            ConfigurationError: `setup_data=True` without a data module.
+        """
+        task = one_task("fit", task, model)
+        sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
+        load = LoadRequest.checked(
+            ckpt_path, weights_only=load_weights_only, strict=strict, allow_missing=allow_missing, on_damaged=on_damaged
+        )
+        with isolate_rng():
+            check_stage(self.settings, "fit", task, sources, load)
+            if not setup_data:
+                return plan_fit(self.settings, self.run, task, sources, is_set_up=False)
+            if sources.datamodule is None:
+                raise ConfigurationError(
+                    "plan(setup_data=True) sets up a data module, and there is none. Pass a data module, or remove "
+                    "setup_data."
+                )
+            with set_up_data(sources.datamodule, self):
+                return plan_fit(self.settings, self.run, task, sources, is_set_up=True)
 
     def _evaluate(
         self,

@@ -30,16 +30,20 @@ def built_task(task: TaskModule, precision: Precision, notes: list[str]) -> Task
     Return None, and append a note, if the model cannot be built on `meta`.
     """
     name = type(task).__name__
+    tensors = [*task.parameters(), *task.buffers()]
     if overrides(task, "setup", TaskModule):
         notes.append(f"parameters: those that {name}.setup creates are not included")
-    if any(map(is_lazy, [*task.parameters(), *task.buffers()])):
+    if any(is_lazy(tensor) for tensor in tensors):
         notes.append("parameters: the shapes of lazy modules follow from the first batch")
         return None
     if not overrides(task, "configure_model", TaskModule):
         return task
-    tensors = [*task.parameters(), *task.buffers()]
-    memo: dict[int, Any] = {id(each): each.detach().to("meta") for each in tensors}
-    memo |= {id(p): nn.Parameter(memo[id(p)], requires_grad=p.requires_grad) for p in task.parameters()}
+    # `deepcopy` takes copies from the memo, by the id of the original: tensors without values, and what is not copied.
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        memo[id(tensor)] = tensor.detach().to("meta")
+    for parameter in task.parameters():
+        memo[id(parameter)] = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
     for shared in (task._run, task._sink):
         memo[id(shared)] = shared
     from trainwright.bigmodels.weights.empty import init_empty_weights  # imports much of torch
@@ -88,25 +92,37 @@ def data_types(
     task: nn.Module | None, precision: Precision, outline: StrategyOutline | None, num_data_ranks: int
 ) -> dict[str, str | None]:
     """Return the data types of parameters, computation, gradient reduction and optimizer state; None if unknown."""
-    stored = None if task is None else {p.dtype for p in task.parameters() if p.is_floating_point()}
-    if stored is not None and precision.param_dtype is not None:
-        stored = {precision.param_dtype}
-    names = None if stored is None else " and ".join(sorted(map(_name_of, stored))) or "none"
-    known = outline is not None and outline.shards is not None
-    computed = precision.autocast_dtype or (outline.param_dtype if outline is not None else None)
+    parameters = _parameter_types(task, precision)
+    computation = parameters
+    if precision.converts_layers:
+        computation = f"{precision.name} in converted layers"
+    elif precision.autocast_dtype is not None:
+        computation = _name_of(precision.autocast_dtype)
+    elif outline is not None and outline.param_dtype is not None:
+        computation = _name_of(outline.param_dtype)
     reduction = None
     if num_data_ranks == 1:
         reduction = "none"
     elif outline is not None and outline.reduces:
-        reduction = names if outline.reduce_dtype is None else _name_of(outline.reduce_dtype)
-    computation = names if computed is None else _name_of(computed)
+        reduction = parameters if outline.reduce_dtype is None else _name_of(outline.reduce_dtype)
+    shards_are_known = outline is not None and outline.shards is not None
     return {
         "name": precision.name,
-        "parameters": names,
-        "computation": f"{precision.name} in converted layers" if precision.converts_layers else computation,
+        "parameters": parameters,
+        "computation": computation,
         "reduction": reduction,
-        "optimizer_state": names if known else None,
+        "optimizer_state": parameters if shards_are_known else None,
     }
+
+
+def _parameter_types(task: nn.Module | None, precision: Precision) -> str | None:
+    """Return the names of the parameters' data types, such as `"bfloat16 and float32"`, or None without a task."""
+    if task is None:
+        return None
+    if precision.param_dtype is not None:  # all are converted
+        return _name_of(precision.param_dtype)
+    names = {_name_of(parameter.dtype) for parameter in task.parameters() if parameter.is_floating_point()}
+    return " and ".join(sorted(names)) or "none"
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -117,28 +133,43 @@ def forecast_bytes(
     task: nn.Module | None, precision: Precision, outline: StrategyOutline, device_type: str, notes: list[str]
 ) -> int | None:
     """Return the peak bytes of one device in a step of Adam, without activations. If unknown, append to `notes`."""
-    reason = None
-    if outline.peak is None:
-        reason = "memory is not estimated for this strategy with these options"
-    elif task is None:
-        reason = "the model could not be built"
-    elif precision.converts_layers:
-        reason = f"memory is not estimated for precision={precision.name!r}"
-    elif any(not parameter.requires_grad for parameter in task.parameters()):
-        reason = "memory is not estimated for models with frozen parameters"
-    if reason is None and task is not None:
-        sizes = {parameter.element_size() for parameter in task.parameters()}
-        size = precision.param_dtype.itemsize if precision.param_dtype is not None else max(sizes, default=0)
-        if precision.param_dtype is not None or len(sizes) == 1:
-            ranks = outline.shards or 1
-            from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape  # as above
+    reason = _why_no_forecast(task, precision, outline)
+    if reason is not None or task is None:
+        notes.append(f"forecast_bytes: {reason}")
+        return None
+    from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape  # as above
 
-            by_all = device_type != "cpu"  # torch's default
-            peaks = rank_peaks(training_shape(task), world_size=ranks, activation_bytes=0, foreach=by_all)
-            return peaks[str(outline.peak)] * size // torch.float32.itemsize
-        reason = "the parameters have different data types" if sizes else "the model has no parameters"
-    notes.append(f"forecast_bytes: {reason}")
+    # torch's optimizers step all parameters together on accelerators, which takes more memory.
+    foreach = device_type != "cpu"
+    shape = training_shape(task)
+    peaks = rank_peaks(shape, world_size=outline.shards or 1, activation_bytes=0, foreach=foreach)
+    element_bytes = _element_bytes(task, precision)[0]
+    return peaks[str(outline.peak)] * element_bytes // torch.float32.itemsize  # peaks are of float32
+
+
+def _why_no_forecast(task: nn.Module | None, precision: Precision, outline: StrategyOutline) -> str | None:
+    """Return the reason why memory cannot be estimated, or None if it can."""
+    if outline.peak is None:
+        return "memory is not estimated for this strategy with these options"
+    if task is None:
+        return "the model could not be built"
+    if precision.converts_layers:
+        return f"memory is not estimated for precision={precision.name!r}"
+    if any(not parameter.requires_grad for parameter in task.parameters()):
+        return "memory is not estimated for models with frozen parameters"
+    sizes = _element_bytes(task, precision)
+    if not sizes:
+        return "the model has no parameters"
+    if len(sizes) > 1:
+        return "the parameters have different data types"
     return None
+
+
+def _element_bytes(task: nn.Module, precision: Precision) -> list[int]:
+    """Return the different sizes of the parameters' elements."""
+    if precision.param_dtype is not None:
+        return [precision.param_dtype.itemsize]
+    return sorted({parameter.element_size() for parameter in task.parameters()})
 
 
 def batch_counts(
@@ -151,43 +182,53 @@ def batch_counts(
     """
     accumulate = settings.accumulate_grad_batches
     limits = settings.limits
-    micro = num_batches = per_epoch = samples = tokens = None
-    if (reason := _why_not_read(sources, task, is_set_up=is_set_up)) is None:
-        options = LoaderOptions(
-            world=num_readers,
-            seed=settings.arguments.seed or 0,
-            use_distributed_sampler=settings.arguments.use_distributed_sampler,
-            uneven=settings.arguments.uneven_batches,
-            per_sample_rng=settings.arguments.per_sample_rng,
-        )
-        overfit = settings.arguments.overfit_batches
-        limit = overfit or settings.limit_batches["train"]
-        name = "overfit_batches" if overfit else "limit_train_batches"
-        loader = prepare_loader(sources.make("train", task), options)
-        micro = loader.batch_size
-        num_batches = resolve_limit(limit, loader.num_batches, name)
-        samples = None if loader.num_batches is None else _samples(loader, num_batches or 0)
-        tokens = _tokens_of_first_batch(loader, task) if is_set_up else None
-        loader.close()
-        if micro is None:
-            notes.append("micro_batch: the loader has no batch_size")
-        if num_batches is None:
-            notes.append("steps_per_epoch: the loader has no length")
-    else:
-        notes.append(f"data: {reason}")
-    if num_batches is not None:
-        per_epoch = math.ceil(num_batches / accumulate)
-    return {
-        "micro_batch": micro,
+    counts: dict[str, Any] = {
+        "micro_batch": None,
         "accumulate_grad_batches": accumulate,
-        "global_batch": None if micro is None else micro * num_readers * accumulate,
-        "tokens_per_step": None if tokens is None else tokens * num_readers * accumulate,
-        "batches_per_epoch": num_batches,
-        "samples_per_epoch": samples,
-        "steps_per_epoch": per_epoch,
-        "total_steps": _total(per_epoch, limits.max_epochs, limits.max_steps),
+        "global_batch": None,
+        "tokens_per_step": None,
+        "batches_per_epoch": None,
+        "samples_per_epoch": None,
+        "steps_per_epoch": None,
+        "total_steps": _total_steps(None, limits.max_epochs, limits.max_steps),
         "other_limits": [str(limit) for limit in limits.others],
     }
+    reason = _why_not_read(sources, task, is_set_up=is_set_up)
+    if reason is not None:
+        notes.append(f"data: {reason}")
+        return counts
+
+    options = LoaderOptions(
+        world=num_readers,
+        seed=settings.arguments.seed or 0,
+        use_distributed_sampler=settings.arguments.use_distributed_sampler,
+        uneven=settings.arguments.uneven_batches,
+        per_sample_rng=settings.arguments.per_sample_rng,
+    )
+    loader = prepare_loader(sources.make("train", task), options)
+    if settings.arguments.overfit_batches:
+        num_batches = resolve_limit(settings.arguments.overfit_batches, loader.num_batches, "overfit_batches")
+    else:
+        num_batches = resolve_limit(settings.limit_batches["train"], loader.num_batches, "limit_train_batches")
+    if loader.batch_size is None:
+        notes.append("micro_batch: the loader has no batch_size")
+    else:
+        counts["micro_batch"] = loader.batch_size
+        counts["global_batch"] = loader.batch_size * num_readers * accumulate
+    if loader.num_batches is not None:
+        counts["samples_per_epoch"] = _samples(loader, num_batches or 0)
+    if num_batches is None:
+        notes.append("steps_per_epoch: the loader has no length")
+    else:
+        steps_per_epoch = math.ceil(num_batches / accumulate)
+        counts["batches_per_epoch"] = num_batches
+        counts["steps_per_epoch"] = steps_per_epoch
+        counts["total_steps"] = _total_steps(steps_per_epoch, limits.max_epochs, limits.max_steps)
+    if is_set_up:
+        tokens = _tokens_of_first_batch(loader, task)
+        counts["tokens_per_step"] = None if tokens is None else tokens * num_readers * accumulate
+    loader.close()
+    return counts
 
 
 def _samples(loader: PreparedLoader, num_rounds: int) -> int | None:
@@ -218,25 +259,29 @@ def _why_not_read(sources: Sources, task: TaskModule, *, is_set_up: bool) -> str
     if "train" in sources.given:
         return None
     data = sources.datamodule
-    from_data = data is not None and overrides(data, "train_dataloader", DataModule)
-    if from_data and is_set_up:
-        return None
-    owner, base = (data, DataModule) if from_data else (task, TaskModule)
-    hook = next((name for name in ("prepare_data", "setup") if overrides(owner, name, base)), None)
-    if hook is None:
-        return None
-    advice = "pass setup_data=True (`trainwright plan --setup-data`)" if from_data else "pass loaders to `trainer.plan`"
-    return (
-        f"{type(owner).__name__}.{hook} is not called by a plan, because it may download or write files; {advice} to "
-        "count the batches"
-    )
+    owner: DataModule | TaskModule = task
+    base: type = TaskModule
+    advice = "pass loaders to `trainer.plan`"
+    if data is not None and overrides(data, "train_dataloader", DataModule):
+        if is_set_up:
+            return None
+        owner = data
+        base = DataModule
+        advice = "pass setup_data=True (`trainwright plan --setup-data`)"
+    for hook in ("prepare_data", "setup"):
+        if overrides(owner, hook, base):
+            return (
+                f"{type(owner).__name__}.{hook} is not called by a plan, because it may download or write files; "
+                f"{advice} to count the batches"
+            )
+    return None
 
 
-def _total(per_epoch: int | None, max_epochs: int | None, max_steps: int) -> int | str | None:
+def _total_steps(steps_per_epoch: int | None, max_epochs: int | None, max_steps: int) -> int | str | None:
     """Return the number of steps under both limits; `"unlimited"` without a limit, None if unknown."""
-    by_epochs = math.inf if max_epochs is None else None if per_epoch is None else per_epoch * max_epochs
-    by_steps = math.inf if max_steps == -1 else max_steps
-    if by_epochs is None:
+    if max_epochs is None:
+        return "unlimited" if max_steps == -1 else max_steps
+    if steps_per_epoch is None:
         return None
-    total = min(by_epochs, by_steps)
-    return "unlimited" if math.isinf(total) else int(total)
+    by_epochs = steps_per_epoch * max_epochs
+    return by_epochs if max_steps == -1 else min(by_epochs, max_steps)

@@ -74,17 +74,23 @@ class Plan:
         for title in ("strategy", "processes", "precision", "parameters", "memory", "data"):
             facts: Mapping[str, Any] = getattr(self, title)
             yield from _table(title, [(name, _text(name, value)) for name, value in facts.items()])
-        for title in ("callbacks", "loggers"):
-            yield from _table(title, [(each, "") for each in getattr(self, title)] or [("none", "")])
+        for title, names in (("callbacks", self.callbacks), ("loggers", self.loggers)):
+            yield from _table(title, [(name, "") for name in names or ["none"]])
         settings = [(name, _text(name, each.value, "None"), each.source) for name, each in self.settings.items()]
         yield from _table("settings", settings)
-        yield from (f"note: {note}" for note in self.notes)
+        for note in self.notes:
+            yield f"note: {note}"
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return [f"{title}:", *(f"  {line}" for line in cells), ""]
+    """Return the lines of a table with aligned columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [f"{title}:"]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    lines.append("")
+    return lines
 
 
 def _text(name: str, value: Any, unknown: str = UNKNOWN) -> str:
@@ -96,6 +102,8 @@ def _text(name: str, value: Any, unknown: str = UNKNOWN) -> str:
         found = unknown
     elif name.endswith("_bytes"):
         found = format_bytes(value)
+    elif type(value) is int:
+        found = f"{value:,}"
     else:
-        found = f"{value:,}" if type(value) is int else str(value)
+        found = str(value)
     return found if len(found) <= _WIDTH else found[: _WIDTH - 1] + "…"

@@ -43,10 +43,12 @@ def planned_settings(settings: Settings) -> dict[str, PlannedSetting]:
         passed = getattr(given, name)
         if name in initial and initial[name] != resolved[name]:
             source = "attribute"
-        elif not _is_same(value, passed):
+        elif not _is_same(value, passed):  # one of these has changed it
             source = variable_of(name) or ("fast_dev_run" if arguments.fast_dev_run else "barebones")
+        elif _is_same(passed, field.default):
+            source = "default"
         else:
-            source = "default" if _is_same(passed, field.default) else "argument"
+            source = "argument"
         found[name] = PlannedSetting(as_data(resolved.get(name, value)), source)
     return found
 
@@ -66,8 +68,11 @@ def as_data(value: object) -> Any:
     if isinstance(value, str):
         return _CREDENTIALS.sub(r"\1", value)
     if isinstance(value, Mapping):
-        hidden = {key for key, item in value.items() if isinstance(item, str) and _SECRET_KEYS.search(str(key))}
-        return {str(key): "hidden" if key in hidden else as_data(item) for key, item in value.items()}
+        data = {}
+        for key, item in value.items():
+            is_secret = isinstance(item, str) and _SECRET_KEYS.search(str(key))
+            data[str(key)] = "hidden" if is_secret else as_data(item)
+        return data
     if isinstance(value, Iterable):
         return [as_data(item) for item in value]
     return value.__name__ if isinstance(value, type) else type(value).__name__
