@@ -6,10 +6,9 @@ A slot has the metric's options, its latest step value and its aggregate of the 
 
 from __future__ import annotations
 
-import builtins
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,49 +16,10 @@ from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, LoggedValueError
 from trainwright.core.host.device_types import properties
+from trainwright.loggers.metric_options import MetricSettings
 
 FOLD_EVERY = 64
 """Number of pending values that are folded into the running aggregate at a time, with one stack on their device."""
-
-Reduction = str | Callable[[Tensor], Tensor]
-_KINDS = ("mean", "sum", "min", "max")
-_AS_KIND: dict[Any, str] = {
-    **dict.fromkeys((torch.mean, "avg", "average"), "mean"),
-    **dict.fromkeys((torch.sum, builtins.sum), "sum"),
-    **dict.fromkeys((torch.min, torch.amin, builtins.min), "min"),
-    **dict.fromkeys((torch.max, torch.amax, builtins.max), "max"),
-}
-
-
-class MetricSettings(NamedTuple):
-    """Options of one key, with default values applied."""
-
-    on_step: bool
-    on_epoch: bool
-    prog_bar: bool
-    logger: bool
-    reduction: Reduction | None  # None: a function, after a resume, until `log` passes it again
-    sync_dist: bool | None
-    main_only: bool
-
-
-def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
-    """Return the name of a reduction (`"mean"`, `"sum"`, `"min"`, `"max"`), or the user's function."""
-    if isinstance(reduce_fx, str):
-        reduce_fx = reduce_fx.lower()
-    known = _AS_KIND.get(reduce_fx, reduce_fx) if isinstance(reduce_fx, Hashable) else reduce_fx
-    if callable(known) or known in _KINDS:
-        return known
-    raise ConfigurationError(
-        f"log({name!r}, reduce_fx={reduce_fx!r}): expected 'mean', 'sum', 'min', 'max', the torch function of that "
-        "name, or a function from a 1-D tensor of all values to one value."
-    )
-
-
-def same_function(first: Reduction | None, second: Reduction | None) -> bool:
-    """Return whether two reductions have the same code, for example two calls of `log` with the same lambda."""
-    code = getattr(first, "__code__", None)
-    return code is not None and code is getattr(second, "__code__", None)
 
 
 def is_metric_object(value: object) -> bool:
@@ -169,6 +129,15 @@ class MetricSlot:
         self.weigh_step = mean and settings.on_step and settings.sync_dist is True
         if not settings.on_step:
             self.last = None
+
+    def reconfigure(self, settings: MetricSettings) -> None:
+        """Set the options at the first `log` of an epoch, or at the first after a resume."""
+        before = self.settings.reduction
+        # A checkpoint stores None instead of a function, so its values belong to the function that is passed now.
+        is_stored_function = before is None and not isinstance(settings.reduction, str)
+        if before != settings.reduction and not is_stored_function:
+            self.clear_epoch()
+        self.configure(settings)
 
     def clear_epoch(self) -> None:
         """Clear the epoch's values, but not a pending step value."""

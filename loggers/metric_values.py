@@ -16,10 +16,10 @@ from torch import Tensor
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
 from trainwright.core.tree import map_tensors, restore_attributes
+from trainwright.loggers.metric_options import Reduction
 from trainwright.loggers.metric_slot import (
     HostReads,
     MetricSlot,
-    Reduction,
     State,
     is_metric_object,
     pack,
@@ -310,6 +310,23 @@ def gather_entries(gathered: Sequence[dict[str, Any]]) -> dict[str, list[Entry]]
             if not entry.main_only or rank == 0:
                 found.setdefault(key, []).append(entry)
     return found
+
+
+def objects_payload(objects: Mapping[str, MetricSlot], owner: torch.nn.Module | None) -> dict[str, Any]:
+    """Return, by key, the path in `owner` and the entry of each metric object that reduces over ranks."""
+    paths = module_paths(owner)
+    payload: dict[str, Any] = {}
+    for key, slot in objects.items():
+        if slot.on_epoch and slot.settings.sync_dist is not False:
+            payload[key] = (paths.get(id(slot.metric)), tuple(entry_of(slot)))
+    return payload
+
+
+def module_paths(owner: torch.nn.Module | None) -> dict[int, str]:
+    """Return the names of all modules in `owner` by their ids."""
+    if owner is None:
+        return {}
+    return {id(module): path for path, module in owner.named_modules()}
 
 
 def put_objects(
