@@ -26,7 +26,9 @@ class ConsoleLogger(Logger):
         self._precision = precision
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self._print(" | ".join(["hyper-parameters", *(f"{name} {value}" for name, value in flatten(params).items())]))
+        parts = ["hyper-parameters"]
+        parts += [f"{name} {value}" for name, value in flatten(params).items()]
+        self._print(" | ".join(parts))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         self._print_row(f"step {step}", metrics)
@@ -35,7 +37,8 @@ class ConsoleLogger(Logger):
         self._print_row(f"{stage} step {step}", metrics)
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        self._print(f"step {step} | {next(iter(self.prefixed({key: text})))}: {text}")
+        (name,) = self.prefixed({key: text})
+        self._print(f"step {step} | {name}: {text}")
 
     def flush(self) -> None:
         self._out.flush()
@@ -45,13 +48,17 @@ class ConsoleLogger(Logger):
         return self._stream if self._stream is not None else sys.stdout
 
     def _print_row(self, head: str, metrics: Mapping[str, float]) -> None:
-        values = (f"{name} {value:.{self._precision}g}" for name, value in self.prefixed(metrics).items())
-        self._print(" | ".join([head, *values]))
+        parts = [head]
+        parts += [f"{name} {value:.{self._precision}g}" for name, value in self.prefixed(metrics).items()]
+        self._print(" | ".join(parts))
 
     def _print(self, line: str) -> None:
         self._out.write(visible(line) + "\n")
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit streams of this process, because they cannot be pickled."""
-        own = self._stream in (sys.stdout, sys.stderr)
-        return {**self.__dict__, "_run": None, "_stream": None if own else self._stream}
+        state = dict(self.__dict__)
+        state["_run"] = None
+        if self._stream in (sys.stdout, sys.stderr):
+            state["_stream"] = None
+        return state

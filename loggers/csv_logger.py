@@ -60,13 +60,21 @@ class CSVLogger(VersionedLogger):
             return
         super().start(run)
         cut_torn_line(self.metrics_file)
-        self._columns = _read(self.metrics_file)[0] if self._continues else []
+        self._columns = []
+        if self._continues:
+            self._columns, _ = _read(self.metrics_file)
 
     def has_log(self, folder: Path) -> bool:
         return (folder / METRICS_FILE).exists()
 
     def last_steps(self) -> dict[str, int]:
-        return {name: int(row["step"]) for row in _read(self.metrics_file)[1] for name in row if name != "step"}
+        _, rows = _read(self.metrics_file)
+        last_steps: dict[str, int] = {}
+        for row in rows:
+            for name in row:
+                if name != "step":
+                    last_steps[name] = int(row["step"])
+        return last_steps
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
         columns, rows = _read(self.metrics_file)
@@ -80,7 +88,8 @@ class CSVLogger(VersionedLogger):
         row = self.columns(metrics, "step")
         self.advance(step, row)
         self._rows.append({"step": step, **row})
-        self._flushed_at = step if self._flushed_at is None else self._flushed_at
+        if self._flushed_at is None:
+            self._flushed_at = step
         if step - self._flushed_at >= self.flush_logs_every_n_steps:
             self.flush()
             self._flushed_at = step
@@ -92,19 +101,30 @@ class CSVLogger(VersionedLogger):
         if not self._rows:
             return
         known = set(self._columns)
-        new = list(dict.fromkeys(name for row in self._rows for name in row if name not in known))
-        path = self.metrics_file
-        if new or not path.exists():
-            there, old = _split(path) if path.exists() else ([], "")
-            columns = list(dict.fromkeys(["step", *there, *self._columns, *new]))
-            # Rows are lengthened as text. To parse them would take minutes for a thousand new names.
-            old = old.replace("\n", "," * (len(columns) - len(there)) + "\n")
-            write_atomically(path, _text(columns, [], header=True) + old + _text(columns, self._rows, header=False))
-            self._columns = columns
+        new: dict[str, None] = {}  # an ordered set
+        for row in self._rows:
+            new.update(dict.fromkeys(name for name in row if name not in known))
+        if new or not self.metrics_file.exists():
+            self._rewrite(new)
         else:
-            with open(path, "a", encoding="utf-8", newline="") as file:
+            with open(self.metrics_file, "a", encoding="utf-8", newline="") as file:
                 file.write(_text(self._columns, self._rows, header=False))
         self._rows = []
+
+    def _rewrite(self, new: Iterable[str]) -> None:
+        """Write the file with the columns `new` and the pending rows."""
+        path = self.metrics_file
+        file_columns: list[str] = []
+        file_rows = ""
+        if path.exists():
+            file_columns, file_rows = _split(path)
+        columns = list(dict.fromkeys(["step", *file_columns, *self._columns, *new]))
+        # Rows are lengthened as text. To parse them would take minutes for a thousand new names.
+        num_added = len(columns) - len(file_columns)
+        file_rows = file_rows.replace("\n", "," * num_added + "\n")
+        header = _text(columns, [], header=True)
+        write_atomically(path, header + file_rows + _text(columns, self._rows, header=False))
+        self._columns = columns
 
     def _close(self) -> None:
         self._rows = []

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trainwright.loggers.metric_slot import HostReads, MetricSlot, Reduction
+from trainwright.loggers.metric_options import Reduction
+from trainwright.loggers.metric_slot import HostReads, MetricSlot
 from trainwright.loggers.metric_values import (
     Entry,
     Flushed,

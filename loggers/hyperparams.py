@@ -23,7 +23,7 @@ def plain(value: object) -> Any:
     their shape and dtype. Enum members become their names. Classes and functions become their qualified names. Other
     objects become `str(value)`. Containers of OmegaConf are resolved.
     """
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum):  # first, because members of an IntEnum are also ints
         return value.name
     data = config_as_data(value)
     if data is not None:
@@ -32,7 +32,7 @@ def plain(value: object) -> Any:
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
-            return kind(value)
+            return kind(value)  # yaml.safe_dump rejects subclasses, such as numpy.float64
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Namespace):
@@ -43,9 +43,11 @@ def plain(value: object) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=str)
-    if isinstance(value, (np.generic, np.ndarray)) or (isinstance(value, torch.Tensor) and value.numel() <= 64):
+    if isinstance(value, (np.generic, np.ndarray)):
         return plain(value.tolist())
     if isinstance(value, torch.Tensor):
+        if value.numel() <= 64:
+            return plain(value.tolist())
         return f"tensor of shape {tuple(value.shape)}, {value.dtype}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
@@ -63,9 +65,12 @@ def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
             value = {str(index): item for index, item in enumerate(value)}
         if isinstance(value, dict) and value:
-            flat |= {f"{key}/{name}": item for name, item in flatten(value).items()}
+            for name, item in flatten(value).items():
+                flat[f"{key}/{name}"] = item
+        elif isinstance(value, (dict, list)):
+            flat[key] = str(value)
         else:
-            flat[key] = str(value) if isinstance(value, (dict, list)) else value
+            flat[key] = value
     return flat
 
 
@@ -74,8 +79,10 @@ def json_safe(value: object) -> Any:
 
     JSON has no such numbers, and most parsers reject a file with them. Python's `float` accepts the texts.
     """
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    if isinstance(value, float) and math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
         return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -15,6 +15,7 @@ from trainwright.loggers.versioned import VersionedLogger
 if TYPE_CHECKING:
     import torch
 
+# A failure in one of these methods disables the logger. Other methods are not called for every row.
 _ESSENTIAL = ("start", "log_metrics", "log_evaluation_step", "flush", "finish")
 
 
@@ -38,7 +39,7 @@ class LoggerGroup:
     def __init__(self, loggers: Iterable[Logger] = (), *, is_main: bool = True) -> None:
         self.loggers = list(loggers)
         self.is_main = is_main
-        self._dropped: list[Logger] = []
+        self._failed: list[Logger] = []
         self.record: RunRecord | None = None
         for logger in self.loggers:
             logger.muted = not is_main
@@ -55,12 +56,17 @@ class LoggerGroup:
     @property
     def active(self) -> list[Logger]:
         """The loggers that are called: on the main rank all that have not failed, on other ranks none."""
-        return [logger for logger in self.loggers if logger not in self._dropped] if self.is_main else []
+        if not self.is_main:
+            return []
+        return [logger for logger in self.loggers if logger not in self._failed]
 
     @property
     def log_dir(self) -> str | None:
         """The folder of the first logger that has a folder. It is known on the main rank after `start`."""
-        return next((logger.log_dir for logger in self.loggers if logger.log_dir is not None), None)
+        for logger in self.loggers:
+            if logger.log_dir is not None:
+                return logger.log_dir
+        return None
 
     def start(self, run: RunInfo) -> None:
         """Start every logger. Loggers with numbered folders in the same parent share the number.
@@ -68,21 +74,27 @@ class LoggerGroup:
         Raises:
             MissingPackageError, ConfigurationError: a logger is not configured correctly.
         """
-        self._dropped = []
-        claimed: dict[str | None, int | str] = {}
+        self._failed = []
+        versions: dict[str | None, int | str] = {}  # by parent folder
         for logger in self.active:
+            # A logger that was used before the Trainer has its version already. The other loggers use it.
             if isinstance(logger, VersionedLogger) and logger.is_started and logger.version is not None:
-                claimed.setdefault(logger.root_dir, logger.version)  # it was used before the Trainer
+                versions.setdefault(logger.root_dir, logger.version)
         for logger in self.active:
-            base = (logger.root_dir or str(run.root_dir / logger.name)) if isinstance(logger, VersionedLogger) else None
-            if isinstance(logger, VersionedLogger) and base in claimed:
-                logger.share_version(claimed[base])
+            if not isinstance(logger, VersionedLogger):
+                self._call(logger, "start", run, strict=True)
+                continue
+            root_dir = logger.root_dir or str(run.root_dir / logger.name)
+            if root_dir in versions:
+                logger.share_version(versions[root_dir])
             self._call(logger, "start", run, strict=True)
-            if base is not None and logger.version is not None:
-                claimed.setdefault(base, logger.version)
-        own = (logger.log_dir for logger in self.active if isinstance(logger, VersionedLogger))
-        folder = next((found for found in own if found is not None), None)
-        self.record = None if folder is None else RunRecord(Path(folder))
+            if logger.version is not None:
+                versions.setdefault(root_dir, logger.version)
+        self.record = None
+        for logger in self.active:
+            if isinstance(logger, VersionedLogger) and logger.log_dir is not None:
+                self.record = RunRecord(Path(logger.log_dir))
+                break
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record hyper-parameters with every logger."""
@@ -131,13 +143,15 @@ class LoggerGroup:
         A logger then removes values that were logged after its state was saved. Loggers may have been added or removed
         since. Call this before `start` if possible.
         """
-        left = list(states)
+        states_by_class: dict[str | None, list[Mapping[str, Any]]] = {}
+        for state in states:
+            states_by_class.setdefault(state.get("logger"), []).append(state)
         for logger in self.loggers:
-            found = next((state for state in left if state.get("logger") == type(logger).__name__), None)
-            if found is not None:
-                left.remove(found)
+            states_of_class = states_by_class.get(type(logger).__name__)
+            if states_of_class:
+                state = states_of_class.pop(0)
                 if logger in self.active:
-                    self._call(logger, "load_state_dict", found)
+                    self._call(logger, "load_state_dict", state)
 
     def _each(self, method: str, *args: object, **options: Any) -> None:
         for logger in self.active:
@@ -151,7 +165,7 @@ class LoggerGroup:
                 raise
             effect = "Only that is missing."
             if method in _ESSENTIAL:
-                self._dropped.append(logger)
+                self._failed.append(logger)
                 effect = "It is disabled for the rest of this run; training and the other loggers continue."
             warnings.warn(
                 f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. {effect}",

@@ -19,17 +19,14 @@ from trainwright.core.errors import ConfigurationError, LogPlaceError
 from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.evaluation_rows import EvaluationRows, Place, Rows
+from trainwright.loggers.metric_options import LogOptions, MetricSettings, Reduction, same_function
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
     HostReads,
-    MetricSettings,
     MetricSlot,
-    Reduction,
     is_metric_object,
-    parse_reduction,
     reset_metric,
     restored_slot,
-    same_function,
     slot_states,
     to_number,
 )
@@ -37,10 +34,11 @@ from trainwright.loggers.metric_values import (
     Entry,
     Exchange,
     Flushed,
-    entry_of,
     epoch_entries,
     gather_entries,
+    module_paths,
     new_of_epoch,
+    objects_payload,
     put_combined,
     put_objects,
     read_steps,
@@ -50,18 +48,16 @@ from trainwright.loggers.metric_values import (
 
 EpochStage = Literal["train", "validate", "test", "predict"]
 _STAGES: tuple[EpochStage, ...] = ("train", "validate", "test", "predict")
-_OF_EPOCH_HOOK = "\0hook"  # no name of a metric ends so
+# A hook of an epoch and a step may log the same name with other options, so their slots have different keys.
+_HOOK_SUFFIX = "\0hook"  # no name of a metric ends like this
 
 
 class _StageMetrics:
-    """The `MetricSlot`s of one stage: by key, and by the name that `log` receives, for fast access.
-
-    Hooks of an epoch have other keys than steps, which end in `_OF_EPOCH_HOOK`.
-    """
+    """The `MetricSlot`s of one stage."""
 
     def __init__(self) -> None:
-        self.slots: dict[str, MetricSlot] = {}
-        self.by_name: dict[str, MetricSlot] = {}
+        self.slots: dict[str, MetricSlot] = {}  # by key: the name, the loader's suffix and for hooks `_HOOK_SUFFIX`
+        self.by_name: dict[str, MetricSlot] = {}  # the slot of the latest call for each name
         self.num_dataloaders = 1
 
 
@@ -106,8 +102,8 @@ class MetricBuffer:
         self.dataloader_idx: int | None = None
         self._stage: EpochStage | None = None
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
-        self._by_name: dict[str, MetricSlot] = {}
-        self._closed = ""  # the hook in which nothing can be logged
+        self._by_name: dict[str, MetricSlot] = {}  # of the stage; empty while closed, so that `log` calls `_open`
+        self._closed_hook = ""  # the hook in which nothing can be logged
         self._rows = EvaluationRows()
 
     def state_dict(self, owner: nn.Module | None = None) -> dict[str, Any]:
@@ -115,14 +111,14 @@ class MetricBuffer:
 
         Of a metric object it contains the name in `owner` (the task) only, not the state.
         """
-        paths = {} if owner is None else {id(module): path for path, module in owner.named_modules()}
-        kept = {
-            key: slot
-            for key, slot in self._stages["train"].slots.items()
-            if slot.has_epoch_values or slot.last is not None or id(slot.metric) in paths
-        }
-        states = slot_states(kept)
-        for key, slot in kept.items():
+        paths = module_paths(owner)
+        used: dict[str, MetricSlot] = {}
+        for key, slot in self._stages["train"].slots.items():
+            has_values = slot.has_epoch_values or slot.last is not None
+            if has_values or id(slot.metric) in paths:
+                used[key] = slot
+        states = slot_states(used)
+        for key, slot in used.items():
             states[key]["metric"] = paths.get(id(slot.metric))
         return states
 
@@ -132,9 +128,11 @@ class MetricBuffer:
         metrics.by_name.clear()  # on_train_start may have logged
         modules = {} if owner is None else dict(owner.named_modules())
         for key, state in states.items():
-            slot = metrics.slots[key] = restored_slot(state, device)
-            # The rest of the epoch may not log the object again: it may have ended before its last validation.
-            slot.metric = slot.last_metric = modules.get(state.get("metric"))  # early versions have no name
+            slot = restored_slot(state, device)
+            # Restore the object here: the epoch may have ended before its last validation, without another `log`.
+            slot.metric = modules.get(state.get("metric"))  # checkpoints of early versions have no "metric"
+            slot.last_metric = slot.metric
+            metrics.slots[key] = slot
 
     @property
     def stage(self) -> EpochStage | None:
@@ -161,24 +159,28 @@ class MetricBuffer:
 
     def switch(self, stage: EpochStage) -> None:
         """Make `stage` the current stage without a new epoch, for example `"train"` after a validation."""
-        self._stage, self._closed = stage, ""
+        self._stage = stage
+        self._closed_hook = ""
         self._by_name = self._stages[stage].by_name
 
     def close(self, where: str) -> None:
         """Make `log` raise an error until `begin` or `switch` is called. Values logged in the hook `where` would be
         lost.
         """
-        self._closed, self._by_name = where, {}
+        self._closed_hook = where
+        self._by_name = {}
 
     @contextlib.contextmanager
     def closed_in(self, where: str) -> Iterator[None]:
         """Make `log` raise an error within the context; see `close`."""
-        before = self._closed, self._by_name
+        hook_before = self._closed_hook
+        by_name_before = self._by_name
         self.close(where)
         try:
             yield
         finally:
-            self._closed, self._by_name = before
+            self._closed_hook = hook_before
+            self._by_name = by_name_before
 
     def log(
         self,
@@ -223,32 +225,34 @@ class MetricBuffer:
             TaskError: the value is not a single number, or no epoch has begun.
             ConfigurationError: options contradict each other or an earlier call in the same epoch.
         """
-        given = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+        arguments = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         if self.diverted is not None:
-            kept_value = value.detach().clone() if isinstance(value, Tensor) else value
-            self.diverted.append(DivertedCall(name, kept_value, batch_size, *given))
+            copied = value.detach().clone() if isinstance(value, Tensor) else value
+            self.diverted.append(DivertedCall(name, copied, batch_size, *arguments))
             return
-        options = (*given, self.in_step, self.dataloader_idx)
+        # Checks and defaults depend on these options and the name only. They run again when one of them changes.
+        options = (*arguments, self.in_step, self.dataloader_idx)
         slot = self._by_name.get(name) if isinstance(name, str) else None
         if slot is None or slot.options != options:
             slot = self._open(name, value, options)
-        kept: float | Tensor
+        number: float | Tensor
         if type(value) is Tensor and not value.dim() and slot.metric is None:
-            kept = value.detach().clone()  # see to_number for why a copy
+            number = value.detach().clone()  # see to_number for why a copy
         elif type(value) is float and slot.metric is None:
-            kept = value
+            number = value
         elif slot.metric is not None or is_metric_object(value):
             slot.observe(value)
             return
         else:
-            kept = to_number(name, value)
+            number = to_number(name, value)
         if slot.on_step:
-            slot.last = kept
+            slot.last = number
             slot.is_new = True
             if slot.weigh_step:
                 slot.last_weight = self._weight(batch_size)
-        if slot.on_epoch and (self.share != 0 or self.batch is None):  # not for padding
-            slot.values.append(kept)
+        # A share of 0 is padding. Its values must not count in a sum, a minimum or a maximum either.
+        if slot.on_epoch and (self.share != 0 or self.batch is None):
+            slot.values.append(number)
             slot.weights.append(self._weight(batch_size) if slot.weigh else 1)
             if len(slot.values) >= FOLD_EVERY:
                 slot.fold()
@@ -257,107 +261,105 @@ class MetricBuffer:
         if batch_size is None:
             batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         if isinstance(batch_size, Tensor) and batch_size.device.type == "cpu" and batch_size.numel() == 1:
-            batch_size = batch_size.item()  # reading it does not synchronize with a device
+            batch_size = batch_size.item()  # on the host it does not synchronize with a device
         if isinstance(batch_size, (int, float)) and batch_size >= 0:
-            return batch_size if self.share is None or self.batch is None else batch_size * self.share
+            if self.share is None or self.batch is None:
+                return batch_size
+            return batch_size * self.share
         raise ConfigurationError(
             f"log(batch_size={batch_size!r}): expected a number of samples, 0 or more, on the host."
         )
 
-    def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
-        """Find or create the slot for `name`. Check that `options` agree with each other and with earlier calls."""
-        *_, add_index, _, in_step, index = options
+    def _open(self, name: str, value: object, raw_options: tuple[Any, ...]) -> MetricSlot:
+        """Return the slot for `name` after all checks that `log` skips while its options stay the same."""
+        stage = self._check_place(name)
+        if isinstance(value, Tensor):
+            to_number(name, value)  # the fast path of `log` does not check the dtype
+        options = LogOptions(*raw_options)
+        settings = options.settings(name, is_train=stage == "train", has_batch=self.batch is not None)
+        metrics = self._stages[stage]
+        loader = options.dataloader_idx if metrics.num_dataloaders > 1 else None
+        has_suffix = options.add_dataloader_idx and loader is not None
+        suffix = f"/dataloader_idx_{loader}" if has_suffix else ""
+        if is_metric_object(value):
+            self._check_stages_of_metric(name, value)
+            if has_suffix:
+                self._check_loaders_of_metric(name, suffix, value)
+        # Values of an epoch's hook do not add to those that steps have logged under the same name: the later counts.
+        key = name + suffix if options.in_step else name + suffix + _HOOK_SUFFIX
+        slot = metrics.slots.get(key)
+        if slot is None:
+            slot = MetricSlot(name, suffix, settings)
+            slot.is_free = True
+            metrics.slots[key] = slot
+        if same_function(slot.settings.reduction, settings.reduction):
+            settings = settings._replace(reduction=slot.settings.reduction)
+        if slot.is_free:
+            slot.reconfigure(settings)
+            slot.loader = loader
+        else:
+            self._check_later_call(slot, value, settings, loader)
+        slot.options = raw_options
+        metrics.by_name[name] = slot
+        return slot
+
+    def _check_place(self, name: str) -> EpochStage:
+        """Check the name and that it can be logged now. Return the stage."""
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
         if "/dataloader_idx_" in name:
             raise ConfigurationError(
                 f"log got the name {name!r}; the index of the loader is appended with several loaders. Remove "
                 "'/dataloader_idx_' from the name."
             )
-        if self._closed:
+        if self._closed_hook:
             raise LogPlaceError(
-                f"log({name!r}) in {self._closed}: values logged there are not aggregated. Call it in a *_step or in "
-                "a hook of an epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the "
+                f"log({name!r}) in {self._closed_hook}: values logged there are not aggregated. Call it in a *_step or "
+                "in a hook of an epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the "
                 "loggers immediately."
             )
         if self._stage is None:
             raise LogPlaceError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
-        if isinstance(value, Tensor):
-            to_number(name, value)  # a dtype that cannot be logged is refused here, not at every call
-        settings = self._settings(name, options)
-        metrics = self._stages[self._stage]
-        apart = add_index and index is not None and metrics.num_dataloaders > 1
-        suffix = f"/dataloader_idx_{index}" if apart else ""
-        if isinstance(value, nn.Module) and is_metric_object(value):
-            self._refuse_shared_metric(name, suffix if apart else None, value)
-        # Values of an epoch's hook do not add to those that steps have logged under the same name: the later counts.
-        key = name + suffix if in_step else name + suffix + _OF_EPOCH_HOOK
-        slot = metrics.slots.get(key)
-        if slot is None:
-            slot = metrics.slots[key] = MetricSlot(name, suffix, settings)
-            slot.is_free = True
-        before = slot.settings.reduction
-        if same_function(before, settings.reduction):
-            settings = settings._replace(reduction=before)
-        if slot.is_free:
-            # The state in a checkpoint has no function: its values belong to the one that is passed now.
-            if before != settings.reduction and (before is not None or isinstance(settings.reduction, str)):
-                slot.clear_epoch()
-            slot.configure(settings)
-            slot.loader = index if metrics.num_dataloaders > 1 else None
-        elif slot.settings != settings:
-            changed = [
-                f"{field}={getattr(slot.settings, field)!r} before, {getattr(settings, field)!r} now"
-                for field in MetricSettings._fields
-                if getattr(slot.settings, field) != getattr(settings, field)
-            ]
-            raise ConfigurationError(
-                f"log({name!r}) was called with other options in the same {self._stage} epoch: {'; '.join(changed)} "
-                "(defaults depend on the hook that calls log). Use the same options, or another name."
-            )
-        elif slot.loader is not None and index is not None and index != slot.loader:
-            if not is_metric_object(value):
-                raise ConfigurationError(
-                    f"log({name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
-                    "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
-                )
-            slot.loader = None  # one metric object is for all of them
-        slot.options = options
-        metrics.by_name[name] = slot
-        return slot
+        return self._stage
 
-    def _settings(self, name: str, options: tuple[Any, ...]) -> MetricSettings:
-        prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, _, main_only, in_step, _ = options
-        training_step = self._stage == "train" and in_step
-        step = training_step if on_step is None else bool(on_step)
-        epoch = not training_step if on_epoch is None else bool(on_epoch)
-        if not step and not epoch:
+    def _check_later_call(self, slot: MetricSlot, value: object, settings: MetricSettings, loader: int | None) -> None:
+        """Raise if the first call of the epoch had other options, or was for another loader."""
+        if slot.settings != settings:
+            changes: list[str] = []
+            for field, before, now in zip(MetricSettings._fields, slot.settings, settings, strict=True):
+                if before != now:
+                    changes.append(f"{field}={before!r} before, {now!r} now")
             raise ConfigurationError(
-                f"log({name!r}, on_step={on_step}, on_epoch={on_epoch}) would have no effect. Set on_step=True or "
-                "on_epoch=True."
+                f"log({slot.name!r}) was called with other options in the same {self._stage} epoch: "
+                f"{'; '.join(changes)} (defaults depend on the hook that calls log). Use the same options, or another "
+                "name."
             )
-        if step and not in_step and (self._stage == "train" or self.batch is None):
+        if slot.loader is None or loader is None or loader == slot.loader:
+            return
+        if not is_metric_object(value):
             raise ConfigurationError(
-                f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Remove "
-                "on_step, or call it in a *_step or a hook of a batch."
+                f"log({slot.name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {loader}, "
+                "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
             )
-        reduction, sync = parse_reduction(name, reduce_fx), None if sync_dist is None else bool(sync_dist)
-        return MetricSettings(step, epoch, bool(prog_bar), bool(logger), reduction, sync, bool(main_only))
+        slot.loader = None  # one metric object aggregates over all loaders
 
-    def _refuse_shared_metric(self, name: str, suffix: str | None, metric: nn.Module) -> None:
-        """Raise if training and evaluations, or several loaders, log one object. `suffix` is None for one loader."""
-        parts = set(map(id, metric.modules()))
+    def _check_stages_of_metric(self, name: str, metric: Any) -> None:
+        # By id: torchmetrics hashes an object by its state too, so the hash changes with each update.
+        part_ids = {id(part) for part in metric.modules()}
         for stage, metrics in self._stages.items():
-            logged = [slot.last_metric for slot in metrics.slots.values() if slot.last_metric is not None]
-            if stage != self._stage and any(id(part) in parts for each in logged for part in each.modules()):
-                raise ConfigurationError(
-                    f"log({name!r}): one metric object, or a part of it, is logged in the stages {stage!r} and "
-                    f"{self._stage!r}, so that its values would mix. Create one object for each stage."
-                )
-        for other in self._by_slots():
-            if suffix is not None and other.metric is metric and other.suffix != suffix:
+            if stage == self._stage:
+                continue
+            for slot in metrics.slots.values():
+                logged_parts = [] if slot.last_metric is None else slot.last_metric.modules()
+                if any(id(part) in part_ids for part in logged_parts):
+                    raise ConfigurationError(
+                        f"log({name!r}): one metric object, or a part of it, is logged in the stages {stage!r} and "
+                        f"{self._stage!r}, so that its values would mix. Create one object for each stage."
+                    )
+
+    def _check_loaders_of_metric(self, name: str, suffix: str, metric: object) -> None:
+        for other in self._slots_of_stage():
+            if other.metric is metric and other.suffix != suffix:
                 raise ConfigurationError(
                     f"log({name!r}): one metric object is logged for several dataloaders, so that its values would "
                     f"mix ({other.suffix} and {suffix}). Create one object for each loader, or pass "
@@ -368,10 +370,11 @@ class MetricBuffer:
         """Drop pending step values of names for which a hook of the epoch has logged a later value."""
         slots = {} if self._stage is None else self._stages[self._stage].slots
         for key, slot in slots.items():
-            if key.endswith(_OF_EPOCH_HOOK) and slot.has_epoch_values and slot.key in slots:
+            # `slot.key` does not contain the suffix of hooks, so it is the key of the step's slot.
+            if key.endswith(_HOOK_SUFFIX) and slot.has_epoch_values and slot.key in slots:
                 slots[slot.key].last = None
 
-    def _by_slots(self) -> list[MetricSlot]:
+    def _slots_of_stage(self) -> list[MetricSlot]:
         return [] if self._stage is None else list(self._stages[self._stage].slots.values())
 
     def peek(self) -> Flushed:
@@ -379,7 +382,7 @@ class MetricBuffer:
 
         Waits for the device. Not collective.
         """
-        return read_steps(self._by_slots())
+        return read_steps(self._slots_of_stage())
 
     def peek_new(self) -> Flushed:
         """Return this rank's values that no earlier `peek` or `peek_new` has returned.
@@ -387,13 +390,16 @@ class MetricBuffer:
         These are step values and, outside of steps, the epoch's aggregates so far. The next flush returns them too.
         Waits for the device if there are such values. Not collective.
         """
-        own = self._by_slots()
-        logged = {slot.key for slot in own}  # in an evaluation, its values replace older ones of training
-        train = [] if self._stage == "train" else self._stages["train"].slots.values()
-        held = [*(slot for slot in train if slot.key not in logged), *own]
-        flushed = read_steps(slot for slot in held if slot.seen_step is not slot.last)
+        of_stage = self._slots_of_stage()
+        slots: list[MetricSlot] = []
+        if self._stage != "train":
+            # Training values may wait for a flush during a validation. Its own values of the same key replace them.
+            keys = {slot.key for slot in of_stage}
+            slots += [slot for slot in self._stages["train"].slots.values() if slot.key not in keys]
+        slots += of_stage
+        flushed = read_steps(slot for slot in slots if slot.seen_step is not slot.last)
         if not self.in_step:
-            of_epoch = new_of_epoch(own)
+            of_epoch = new_of_epoch(of_stage)
             flushed.callback.update(of_epoch.callback)
             flushed.logged.update(of_epoch.logged)
             flushed.prog_bar.update(of_epoch.prog_bar)
@@ -410,7 +416,7 @@ class MetricBuffer:
         Returns:
             Rows that were read because many values were pending. `flush_step` returns the others.
         """
-        self._rows.add(step, place, self._by_slots())
+        self._rows.add(step, place, self._slots_of_stage())
         return self._rows.read(has_ranks=exchange is not None) if self._rows.is_full else {}
 
     def flush_step(self, exchange: Exchange | None = None, last: StepResult | None = None) -> Flushed:
@@ -422,35 +428,56 @@ class MetricBuffer:
                 nothing was logged. Default: None, for one process.
             last: result of the last step, which is read together with the values. Default: None.
         """
-        reads, shared, reductions = HostReads(), dict[str, Entry](), dict[str, Reduction | None]()
-        facts = {} if last is None else {"loss": last.loss, "grad_norm": last.grad_norm}
-        of_last = {name: reads.add(value) for name, value in facts.items() if value is not None}
+        reads = HostReads()
+        last_step: dict[str, list[float]] = {}
+        if last is not None and last.loss is not None:
+            last_step["loss"] = reads.add(last.loss)
+        if last is not None and last.grad_norm is not None:
+            last_step["grad_norm"] = reads.add(last.grad_norm)
         waiting: list[tuple[MetricSlot, Entry, list[float]]] = []
-        for slot in self._by_slots():
+        for slot in self._slots_of_stage():
             if slot.last is not None:
-                waiting += [(slot, entry, reads.add(value)) for entry, value in step_values(slot)]
-            slot.last = slot.seen_step = None
+                for entry, value in step_values(slot):
+                    waiting.append((slot, entry, reads.add(value)))
+            slot.last = None
+            slot.seen_step = None
         reads.read()
-        flushed = Flushed(last_step={name: value for name, (value,) in of_last.items()})
+        flushed = Flushed(last_step={name: number for name, (number,) in last_step.items()})
         flushed.rows = self._rows.read(has_ranks=exchange is not None)
-        for slot, entry, (value,) in waiting:
+        synced: dict[str, Entry] = {}
+        reductions: dict[str, Reduction | None] = {}
+        for slot, entry, (number,) in waiting:
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
-                name = entry.name + entry.suffix
-                shared[name] = with_step_value(entry, value, slot.last_weight)
-                reductions[name] = slot.settings.reduction
+                key = entry.name + entry.suffix
+                synced[key] = with_step_value(entry, number, slot.last_weight)
+                reductions[key] = slot.settings.reduction
             else:
-                flushed.put(entry, value, "step")
+                flushed.put(entry, number, "step")
         if exchange is not None:
-            metrics = {name: tuple(entry) for name, entry in shared.items()}
-            facts_of_rank = {"metrics": metrics, "loss": flushed.last_step.get("loss"), "rows": self._rows.payload()}
-            gathered = exchange(facts_of_rank)
-            put_combined(flushed, gather_entries(gathered), reductions, "step")
-            shares = [each["loss"] for each in gathered if each["loss"] is not None]
-            if shares:
-                flushed.last_step["loss"] = sum(shares) / len(shares)
-            for at, row in self._rows.combine([each["rows"] for each in gathered]).items():
-                flushed.rows.setdefault(at, {}).update(row)
+            self._flush_over_ranks(exchange, flushed, synced, reductions)
         return flushed
+
+    def _flush_over_ranks(
+        self,
+        exchange: Exchange,
+        flushed: Flushed,
+        synced: Mapping[str, Entry],
+        reductions: Mapping[str, Reduction | None],
+    ) -> None:
+        """Add this step's values of all ranks to `flushed`: metrics, the mean loss and rows of an evaluation."""
+        gathered = exchange(
+            {
+                "metrics": {key: tuple(entry) for key, entry in synced.items()},
+                "loss": flushed.last_step.get("loss"),
+                "rows": self._rows.payload(),
+            }
+        )
+        put_combined(flushed, gather_entries(gathered), reductions, "step")
+        losses = [of_rank["loss"] for of_rank in gathered if of_rank["loss"] is not None]
+        if losses:
+            flushed.last_step["loss"] = sum(losses) / len(losses)
+        for step, row in self._rows.combine([of_rank["rows"] for of_rank in gathered]).items():
+            flushed.rows.setdefault(step, {}).update(row)
 
     def flush_epoch(
         self, exchange: Exchange | None = None, *, keep: bool = False, owner: nn.Module | None = None
@@ -467,30 +494,30 @@ class MetricBuffer:
             keep: do not reset the aggregates, because a later fit continues the epoch. Default: False.
             owner: the task. Default: None.
         """
-        slots = [slot for slot in self._by_slots() if slot.on_epoch]
-        entries = epoch_entries(slots)
-        objects = {slot.key: slot for slot in self._by_slots() if slot.metric is not None}
-        by_use = sorted(slots, key=lambda slot: slot.has_epoch_values)  # of two slots of one key, the used one decides
-        reductions = {slot.key: slot.settings.reduction for slot in by_use}
-        stay_here = {slot.key for slot in slots if slot.settings.sync_dist is False}
-        alone = {key for key, entry in entries.items() if key in stay_here and not entry.main_only}
-        paths = {} if owner is None else {id(module): path for path, module in owner.named_modules()}
-        payload = {
-            "metrics": {key: tuple(entry) for key, entry in entries.items() if key not in alone},
-            "objects": {
-                key: (paths.get(id(slot.metric)), tuple(entry_of(slot)))
-                for key, slot in objects.items()
-                if slot.on_epoch and slot.settings.sync_dist is not False
-            },
-        }
+        slots = [slot for slot in self._slots_of_stage() if slot.on_epoch]
+        local_keys = {slot.key for slot in slots if slot.settings.sync_dist is False}
+        local: dict[str, list[Entry]] = {}
+        shared: dict[str, tuple[Any, ...]] = {}
+        for key, entry in epoch_entries(slots).items():
+            if key in local_keys and not entry.main_only:
+                local[key] = [entry]
+            else:
+                shared[key] = tuple(entry)
+        objects = {slot.key: slot for slot in self._slots_of_stage() if slot.metric is not None}
+        payload = {"metrics": shared, "objects": objects_payload(objects, owner)}
         gathered = [payload] if exchange is None else exchange(payload)
+        reductions: dict[str, Reduction | None] = {}
+        # A step and a hook of the epoch may have a slot of the same key each. The last one is one with values.
+        for slot in sorted(slots, key=lambda slot: slot.has_epoch_values):
+            reductions[slot.key] = slot.settings.reduction
         flushed = Flushed()
-        put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
+        put_combined(flushed, local, reductions, "epoch")
         put_combined(flushed, gather_entries(gathered), reductions, "epoch")
         put_objects(flushed, objects, gathered, owner)
         self._drop_older_steps()
         if keep:
-            for slot in slots:  # this rank's own aggregates are not new: those of all ranks were returned
+            for slot in slots:
+                # `peek_new` would return this rank's aggregates, but those of all ranks were returned already.
                 slot.seen_epoch = slot.epoch_count
             return flushed
         for slot in slots:

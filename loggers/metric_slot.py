@@ -6,10 +6,10 @@ A slot has the metric's options, its latest step value and its aggregate of the 
 
 from __future__ import annotations
 
-import builtins
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,49 +17,10 @@ from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, LoggedValueError
 from trainwright.core.host.device_types import properties
+from trainwright.loggers.metric_options import MetricSettings
 
 FOLD_EVERY = 64
 """Number of pending values that are folded into the running aggregate at a time, with one stack on their device."""
-
-Reduction = str | Callable[[Tensor], Tensor]
-_KINDS = ("mean", "sum", "min", "max")
-_AS_KIND: dict[Any, str] = {
-    **dict.fromkeys((torch.mean, "avg", "average"), "mean"),
-    **dict.fromkeys((torch.sum, builtins.sum), "sum"),
-    **dict.fromkeys((torch.min, torch.amin, builtins.min), "min"),
-    **dict.fromkeys((torch.max, torch.amax, builtins.max), "max"),
-}
-
-
-class MetricSettings(NamedTuple):
-    """Options of one key, with default values applied."""
-
-    on_step: bool
-    on_epoch: bool
-    prog_bar: bool
-    logger: bool
-    reduction: Reduction | None  # None: a function, after a resume, until `log` passes it again
-    sync_dist: bool | None
-    main_only: bool
-
-
-def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
-    """Return the name of a reduction (`"mean"`, `"sum"`, `"min"`, `"max"`), or the user's function."""
-    if isinstance(reduce_fx, str):
-        reduce_fx = reduce_fx.lower()
-    known = _AS_KIND.get(reduce_fx, reduce_fx) if isinstance(reduce_fx, Hashable) else reduce_fx
-    if callable(known) or known in _KINDS:
-        return known
-    raise ConfigurationError(
-        f"log({name!r}, reduce_fx={reduce_fx!r}): expected 'mean', 'sum', 'min', 'max', the torch function of that "
-        "name, or a function from a 1-D tensor of all values to one value."
-    )
-
-
-def same_function(first: Reduction | None, second: Reduction | None) -> bool:
-    """Return whether two reductions have the same code, for example two calls of `log` with the same lambda."""
-    code = getattr(first, "__code__", None)
-    return code is not None and code is getattr(second, "__code__", None)
 
 
 def is_metric_object(value: object) -> bool:
@@ -90,15 +51,7 @@ def to_number(name: str, value: object) -> float | Tensor:
             )
         if value.is_complex():
             raise LoggedValueError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag apart.")
-        local = value
-        placements = getattr(value, "placements", None)
-        if placements is not None:
-            if not all(placement.is_replicate() for placement in placements):
-                raise LoggedValueError(
-                    f"log({name!r}) got a DTensor with placements {tuple(placements)}, which is sharded over ranks; "
-                    "log never communicates. Call .full_tensor() on every rank and log the result."
-                )
-            local = value.to_local()  # type: ignore[attr-defined]  # a DTensor
+        local = _local_part(name, value) if hasattr(value, "placements") else value
         # A copy, because the caller may change the tensor in place (loss /= 4) before the next flush.
         return local.detach().reshape(()).clone()
     if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
@@ -110,6 +63,18 @@ def to_number(name: str, value: object) -> float | Tensor:
     )
 
 
+def _local_part(name: str, value: Any) -> Tensor:
+    """Return a replicated DTensor as a plain tensor."""
+    placements = tuple(value.placements)
+    if not all(placement.is_replicate() for placement in placements):
+        raise LoggedValueError(
+            f"log({name!r}) got a DTensor with placements {placements}, which is sharded over ranks; log never "
+            "communicates. Call .full_tensor() on every rank and log the result."
+        )
+    local: Tensor = value.to_local()
+    return local
+
+
 def accumulator_dtype(device: torch.device) -> torch.dtype:
     """Return the accumulation dtype: float64, or float32 if the device has no float64."""
     return torch.float64 if properties(device.type).has_float64 else torch.float32
@@ -117,7 +82,8 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 
 def pick(values: Sequence[float], kind: str) -> float:
     """Return the smallest (`"min"`) or largest (`"max"`) number, or NaN if any number is NaN."""
-    if any(value != value for value in values):
+    # Python's min and max depend on the order of a NaN: min(1.0, nan) is 1.0, min(nan, 1.0) is nan.
+    if any(math.isnan(value) for value in values):
         return float("nan")
     return min(values) if kind == "min" else max(values)
 
@@ -126,23 +92,46 @@ class MetricSlot:
     """Values logged under one key: a metric's name with the suffix of its evaluation loader, if any."""
 
     __slots__ = (
-        *("name", "suffix", "settings", "options", "metric", "last_metric", "loader", "on_step", "on_epoch", "is_free"),
-        *("values", "weights", "last", "last_weight", "is_new", "weight", "weigh", "weigh_step"),
-        *("chunks", "totals", "host_total", "host_extreme", "seen_step", "seen_epoch"),
+        "chunks",
+        "host_extreme",
+        "host_total",
+        "is_free",
+        "is_new",
+        "last",
+        "last_metric",
+        "last_weight",
+        "loader",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "options",
+        "seen_epoch",
+        "seen_step",
+        "settings",
+        "suffix",
+        "totals",
+        "values",
+        "weigh",
+        "weigh_step",
+        "weight",
+        "weights",
     )
 
     def __init__(self, name: str, suffix: str, settings: MetricSettings) -> None:
         self.name = name
         self.suffix = suffix
         self.options: tuple[Any, ...] | None = None  # of the latest call of `log`, to compare with the next
-        self.last: Any = None  # the latest value of a step since the last flush; with metric objects also a dict
+        # The latest value of a step since the last flush: a number, or the result of a metric object (maybe a dict), or
+        # the object itself if it has no result for one batch.
+        self.last: Any = None
         self.last_weight: float = 1.0  # in a mean over ranks
         self.is_new = False  # True: `last` is of the current batch of an evaluation
         self.seen_step: Any = None  # the `last` that was read before a flush
-        self.values: list[float | Tensor] = []  # pending ones of the epoch, at most FOLD_EVERY
-        self.weights: list[float] = []
+        self.values: list[float | Tensor] = []  # of the epoch, not folded yet: at most FOLD_EVERY
+        self.weights: list[float] = []  # of `values`
         self.metric: Any = None  # the torchmetrics object, when that is what was logged
-        self.last_metric: Any = None  # the last torchmetrics object, also of an earlier epoch
+        self.last_metric: Any = None  # the same, kept after the end of the epoch to find objects that stages share
         self.loader: int | None = None  # index of the evaluation loader, if there are several
         self.clear_epoch()
         self.configure(settings)
@@ -163,23 +152,35 @@ class MetricSlot:
         self.settings = settings
         self.is_free = False  # True: a new epoch has begun, and the next `log` may choose other options
         self.metric = None  # after a resume, `log` may choose another one too
-        self.on_step, self.on_epoch = settings.on_step, settings.on_epoch
-        mean = settings.reduction == "mean"
-        self.weigh = mean and settings.on_epoch
-        self.weigh_step = mean and settings.on_step and settings.sync_dist is True
+        # Copies, because `log` reads them at every call.
+        self.on_step = settings.on_step
+        self.on_epoch = settings.on_epoch
+        is_mean = settings.reduction == "mean"
+        self.weigh = is_mean and settings.on_epoch
+        self.weigh_step = is_mean and settings.on_step and settings.sync_dist is True
         if not settings.on_step:
             self.last = None
+
+    def reconfigure(self, settings: MetricSettings) -> None:
+        """Set the options at the first `log` of an epoch, or at the first after a resume."""
+        before = self.settings.reduction
+        # A checkpoint stores None instead of a function, so its values belong to the function that is passed now.
+        is_stored_function = before is None and not isinstance(settings.reduction, str)
+        if before != settings.reduction and not is_stored_function:
+            self.clear_epoch()
+        self.configure(settings)
 
     def clear_epoch(self) -> None:
         """Clear the epoch's values, but not a pending step value."""
         self.values.clear()
         self.weights.clear()
-        self.weight: float = 0.0
-        self.host_total: float = 0.0
-        self.host_extreme: float | None = None
-        self.totals: dict[torch.device, Tensor] = {}
-        self.chunks: list[Tensor | list[float]] = []
-        self.seen_epoch: tuple[float, int, int] | None = None  # the `epoch_count` up to which the aggregate was read
+        self.weight: float = 0.0  # of all folded values
+        # The aggregate of folded values: numbers of Python on the host, and tensors on their devices.
+        self.host_total: float = 0.0  # sum of value × weight
+        self.host_extreme: float | None = None  # for `"min"` and `"max"`
+        self.totals: dict[torch.device, Tensor] = {}  # weighted sum or extreme, in 0-dim tensors
+        self.chunks: list[Tensor | list[float]] = []  # all values in their order, for a user-defined reduction
+        self.seen_epoch: tuple[float, int, int] | None = None  # `epoch_count` when the aggregate was read
 
     def observe(self, metric: object) -> None:
         """Store a torchmetrics object. Its value in this step is the last result of its `forward`."""
@@ -187,9 +188,11 @@ class MetricSlot:
             raise ConfigurationError(
                 f"log({self.key!r}) got two different metric objects in one epoch; give each its own name."
             )
-        self.metric = self.last_metric = metric
+        self.metric = metric
+        self.last_metric = metric
         if self.on_step:
-            # torchmetrics keeps the batch's value under this name only. Without a forward: the accumulated value.
+            # torchmetrics keeps the result of `forward` for one batch only in this private attribute. After `update`
+            # it is None, and the object's accumulated value is read at the flush.
             batch_value = getattr(metric, "_forward_cache", None)
             self.last = batch_value if batch_value is not None else metric
             self.is_new = True
@@ -216,34 +219,43 @@ class MetricSlot:
 
     def fold(self) -> None:
         """Add the pending values to the aggregate, with one `torch.stack` per device and dtype. Does not wait."""
-        if self.kind == "custom":  # in their order
-            for kind, run in itertools.groupby(self.values, _place_and_dtype):
-                values: list[Any] = list(run)
-                self.chunks.append(values if kind is None else torch.stack(values))
+        if self.kind == "custom":
+            self._fold_in_order()
         else:
-            groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
-            host = [] if self.host_extreme is None else [self.host_extreme]
-            for value, weight in zip(self.values, self.weights, strict=True):
-                if isinstance(value, float):
-                    self.host_total += value * weight
-                    host.append(value)
-                else:
-                    tensors, weights = groups.setdefault((value.device, value.dtype), ([], []))
-                    tensors.append(value)
-                    weights.append(weight)
-            for (device, _), (tensors, weights) in groups.items():
-                self._fold_device(device, tensors, weights)
-            self.host_extreme = pick(host, self.kind) if host else None
-            self.weight += sum(self.weights)
+            self._fold_to_aggregate()
         self.values.clear()
         self.weights.clear()
+
+    def _fold_in_order(self) -> None:
+        # Only neighbors are stacked, because a user-defined reduction receives the values in the order of the calls.
+        for place, group in itertools.groupby(self.values, _place_and_dtype):
+            values: list[Any] = list(group)
+            self.chunks.append(values if place is None else torch.stack(values))
+
+    def _fold_to_aggregate(self) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
+        host_values = [] if self.host_extreme is None else [self.host_extreme]
+        for value, weight in zip(self.values, self.weights, strict=True):
+            if isinstance(value, float):
+                self.host_total += value * weight
+                host_values.append(value)
+            else:
+                tensors, weights = groups.setdefault((value.device, value.dtype), ([], []))
+                tensors.append(value)
+                weights.append(weight)
+        for (device, _), (tensors, weights) in groups.items():
+            self._fold_device(device, tensors, weights)
+        if host_values:
+            self.host_extreme = pick(host_values, self.kind)
+        self.weight += sum(self.weights)
 
     def _fold_device(self, device: torch.device, tensors: list[Tensor], weights: list[float]) -> None:
         stacked = torch.stack(tensors).to(accumulator_dtype(device))
         before = self.totals.get(device)
         if self.kind in ("min", "max"):
-            known = stacked if before is None else torch.cat([before.reshape(1), stacked])
-            self.totals[device] = known.amin() if self.kind == "min" else known.amax()
+            if before is not None:
+                stacked = torch.cat([before.reshape(1), stacked])
+            self.totals[device] = stacked.amin() if self.kind == "min" else stacked.amax()
             return
         if weights.count(weights[0]) == len(weights):
             folded = stacked.sum() * weights[0]
@@ -254,7 +266,9 @@ class MetricSlot:
 
 
 def _place_and_dtype(value: float | Tensor) -> tuple[torch.device, torch.dtype] | None:
-    return None if isinstance(value, float) else (value.device, value.dtype)
+    if isinstance(value, float):
+        return None
+    return value.device, value.dtype
 
 
 class HostReads:
@@ -269,26 +283,26 @@ class HostReads:
         """
         if not isinstance(value, Tensor):
             return [float(value)]
-        found: list[float] = []
-        self._tensors.append((value, found))
-        return found
+        numbers: list[float] = []
+        self._tensors.append((value, numbers))
+        return numbers
 
     def read(self) -> None:
         """Read every requested tensor. Waits for the devices, once each."""
         by_device: dict[torch.device, list[tuple[Tensor, list[float]]]] = {}
-        for tensor, found in self._tensors:
-            by_device.setdefault(tensor.device, []).append((tensor, found))
+        for tensor, numbers in self._tensors:
+            by_device.setdefault(tensor.device, []).append((tensor, numbers))
         for device, pairs in by_device.items():
             dtype = accumulator_dtype(device)
             flat = torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor, _ in pairs])
-            values = iter(flat.tolist())
-            for tensor, found in pairs:
-                found.extend(itertools.islice(values, tensor.numel()))
+            values = iter(flat.tolist())  # the only copy to the host
+            for tensor, numbers in pairs:
+                numbers.extend(itertools.islice(values, tensor.numel()))
 
 
 State = dict[str, Any]
-Numbers = dict[int, list[float]]  # of tensors, by their ids
-_PLAIN = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight")
+Numbers = dict[int, list[float]]  # of tensors, by their ids: a tensor compares elementwise, so it cannot be a key
+_NUMBER_FIELDS = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight")
 
 
 def slot_states(slots: Mapping[str, MetricSlot]) -> dict[str, State]:
@@ -296,9 +310,11 @@ def slot_states(slots: Mapping[str, MetricSlot]) -> dict[str, State]:
 
     Pending values stay pending, so that a resumed run adds them in the same order and gets identical sums.
     """
-    reads, numbers = HostReads(), Numbers()
+    reads = HostReads()
+    numbers: Numbers = {}
     for slot in slots.values():
         for value in (*slot.values, *slot.totals.values(), *slot.chunks, slot.last):
+            # `last` is often also in `values`.
             if isinstance(value, Tensor) and id(value) not in numbers:
                 numbers[id(value)] = reads.add(value)
     reads.read()
@@ -306,60 +322,78 @@ def slot_states(slots: Mapping[str, MetricSlot]) -> dict[str, State]:
 
 
 def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:
-    reduction = slot.settings.reduction if isinstance(slot.settings.reduction, str) else None
-    return {
-        "settings": {**slot.settings._asdict(), "reduction": reduction},
-        **{field: getattr(slot, field) for field in _PLAIN},
-        "values": pack(slot.values, numbers),
-        "weights": list(slot.weights),
-        "totals": {device.type: float(numbers[id(total)][0]) for device, total in slot.totals.items()},
-        "chunks": [pack(chunk if isinstance(chunk, list) else [chunk], numbers) for chunk in slot.chunks],
-        "last": pack([slot.last], numbers) if isinstance(slot.last, (float, Tensor)) else None,
-    }
+    settings = slot.settings._asdict()
+    if callable(settings["reduction"]):
+        settings["reduction"] = None  # a function is not stored: `log` passes it again
+    state: State = {"settings": settings}
+    for field in _NUMBER_FIELDS:
+        state[field] = getattr(slot, field)
+    state["values"] = pack(slot.values, numbers)
+    state["weights"] = list(slot.weights)
+    # The type only: the resumed run has its own device of this type.
+    state["totals"] = {device.type: float(numbers[id(total)][0]) for device, total in slot.totals.items()}
+    state["chunks"] = [pack(chunk if isinstance(chunk, list) else [chunk], numbers) for chunk in slot.chunks]
+    has_number = isinstance(slot.last, (float, Tensor))  # results of metric objects are not stored
+    state["last"] = pack([slot.last], numbers) if has_number else None
+    return state
 
 
 def restored_slot(state: Mapping[str, Any], device: torch.device) -> MetricSlot:
     """Return a slot with a state from `slot_states`. Device values are copied to `device`."""
     slot = MetricSlot(state["name"], state["suffix"], MetricSettings(**state["settings"]))
-    slot.values, slot.weights = _unpack(state["values"], device), list(state["weights"])
-    slot.weight, slot.host_total, slot.host_extreme = state["weight"], state["host_total"], state["host_extreme"]
+    slot.values = _unpack(state["values"], device)
+    slot.weights = list(state["weights"])
+    slot.weight = state["weight"]
+    slot.host_total = state["host_total"]
+    slot.host_extreme = state["host_extreme"]
     for name, total in state["totals"].items():
         place = _place(name, device)
         slot.totals[place] = torch.tensor(total, dtype=accumulator_dtype(place), device=place)
     for chunk in state["chunks"]:
         values = _unpack(chunk, device)
-        slot.chunks.append(torch.stack(values) if values and isinstance(values[0], Tensor) else values)
+        is_tensor = bool(values) and isinstance(values[0], Tensor)
+        slot.chunks.append(torch.stack(values) if is_tensor else values)
     if state["last"] is not None:
-        slot.last, slot.last_weight = _unpack(state["last"], device)[0], state["last_weight"]
-    slot.is_free = True  # the code may have changed since
+        slot.last = _unpack(state["last"], device)[0]
+        slot.last_weight = state["last_weight"]
+    slot.is_free = True  # the resumed run may pass other options in the middle of the epoch
     return slot
 
 
 def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
     """Return values as lists of numbers: one list for the host, and one per device type and dtype.
 
-    `read` contains the numbers of each tensor by its `id`.
+    For example, 1.0, a float32 tensor of 2 and 3.0 become
+    `{"kinds": ["", "cpu/float32", ""], "numbers": {"": [1.0, 3.0], "cpu/float32": [2.0]}}`.
+
+    Args:
+        values: Python floats and tensors.
+        read: the numbers of each tensor by its `id`.
     """
     kinds: list[str] = []
     numbers: dict[str, list[float]] = {}
     for value in values:
         if isinstance(value, float):
-            kind, found = "", [value]
+            kind = ""
+            of_value = [value]
         else:
             kind = f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}"
-            found = read[id(value)]
-        kinds += [kind] * len(found)
-        numbers.setdefault(kind, []).extend(found)
+            of_value = read[id(value)]
+        kinds += [kind] * len(of_value)
+        numbers.setdefault(kind, []).extend(of_value)
     return {"kinds": kinds, "numbers": numbers}
 
 
 def _unpack(packed: Mapping[str, Any], device: torch.device) -> list[Any]:
-    found: dict[str, Iterator[Any]] = {"": iter(packed["numbers"].get("", ()))}
-    for kind in packed["numbers"].keys() - {""}:
-        place, _, dtype = kind.partition("/")
-        values = torch.tensor(packed["numbers"][kind], dtype=getattr(torch, dtype), device=_place(place, device))
-        found[kind] = iter(values.unbind())
-    return [next(found[kind]) for kind in packed["kinds"]]
+    by_kind: dict[str, Iterator[Any]] = {}
+    for kind, numbers in packed["numbers"].items():
+        if kind == "":
+            by_kind[kind] = iter(numbers)
+        else:
+            place, _, dtype = kind.partition("/")
+            values = torch.tensor(numbers, dtype=getattr(torch, dtype), device=_place(place, device))
+            by_kind[kind] = iter(values.unbind())
+    return [next(by_kind[kind]) for kind in packed["kinds"]]
 
 
 def _place(name: str, device: torch.device) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +17,10 @@ from torch import Tensor
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
 from trainwright.core.tree import map_tensors, restore_attributes
+from trainwright.loggers.metric_options import Reduction
 from trainwright.loggers.metric_slot import (
     HostReads,
     MetricSlot,
-    Reduction,
     State,
     is_metric_object,
     pack,
@@ -38,7 +39,8 @@ def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
         yield entry, last
         return
     if is_metric_object(last):
-        # Without a batch value: the accumulated value, unless the epoch's end has reset it meanwhile.
+        # It has no value for this batch, so use its accumulated value. The end of an epoch may have reset the object
+        # since the step.
         parts = last.values() if isinstance(last, torch.nn.ModuleDict) else (last,)
         if not all(part.update_called for part in parts):
             return
@@ -70,11 +72,14 @@ def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
     try:
         for part in parts:
             changed.append((part, part.distributed_available_fn, part.compute_with_cache))
-            part.distributed_available_fn, part.compute_with_cache = lambda: False, False
+            part.distributed_available_fn = lambda: False
+            # A cached result would be returned by a later `compute` over all ranks.
+            part.compute_with_cache = False
         yield
     finally:
-        for part, available, cached in changed:
-            part.distributed_available_fn, part.compute_with_cache = available, cached
+        for part, distributed_available_fn, compute_with_cache in changed:
+            part.distributed_available_fn = distributed_available_fn
+            part.compute_with_cache = compute_with_cache
 
 
 def epoch_entries(slots: Iterable[MetricSlot]) -> dict[str, Entry]:
@@ -82,42 +87,52 @@ def epoch_entries(slots: Iterable[MetricSlot]) -> dict[str, Entry]:
     reads = HostReads()
     waiting: list[tuple[MetricSlot, list[list[float]]]] = []
     for slot in slots:
-        if slot.has_epoch_values:
-            slot.fold()
-            parts = slot.chunks if slot.kind == "custom" else slot.totals.values()
-            waiting.append((slot, [reads.add(part) if isinstance(part, Tensor) else part for part in parts]))
+        if not slot.has_epoch_values:
+            continue
+        slot.fold()
+        lists: list[list[float]] = []
+        for part in slot.chunks if slot.kind == "custom" else slot.totals.values():
+            lists.append(reads.add(part) if isinstance(part, Tensor) else part)
+        waiting.append((slot, lists))
     reads.read()
-    found: dict[str, Entry] = {}
-    for slot, read in waiting:
-        values = [value for part in read for value in part]
+    entries: dict[str, Entry] = {}
+    for slot, lists in waiting:
+        values = list(itertools.chain.from_iterable(lists))
+        entry = entry_of(slot)
         if slot.kind == "custom":
-            facts: dict[str, Any] = {"values": values}
+            entry = entry._replace(values=values)
         elif slot.kind in ("mean", "sum"):
-            facts = {"total": slot.host_total + sum(values), "weight": slot.weight}
+            entry = entry._replace(total=slot.host_total + sum(values), weight=slot.weight)
         else:
-            host = [] if slot.host_extreme is None else [slot.host_extreme]
-            facts = {"total": pick([*host, *values], slot.kind), "weight": slot.weight}
-        found[slot.key] = entry_of(slot)._replace(**facts)
-    return found
+            if slot.host_extreme is not None:
+                values.append(slot.host_extreme)
+            entry = entry._replace(total=pick(values, slot.kind), weight=slot.weight)
+        entries[slot.key] = entry
+    return entries
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> State:
     """Merge the aggregates of several ranks, each of which is a state from `slot_states`."""
     slots = [restored_slot(state, torch.device("cpu")) for state in states]
-    entries = [entry for slot in slots for entry in epoch_entries([slot]).values()]
-    totals, values = [entry.total for entry in entries], [value for entry in entries for value in entry.values]
-    return {
-        **states[0],
-        "values": pack([], {}),
-        "weights": [],
-        "totals": {},
-        "last": None,
-        "chunks": [pack(values, {})] if values else [],
-        "weight": sum(entry.weight for entry in entries),
-        "host_total": sum(totals),
-        "host_extreme": pick(totals, slots[0].kind) if totals and not values else None,
-        "metric": None,  # objects of several ranks are not merged
-    }
+    entries: list[Entry] = []
+    for slot in slots:
+        entries += epoch_entries([slot]).values()
+    totals = [entry.total for entry in entries]
+    values: list[float] = []
+    for entry in entries:
+        values += entry.values
+    merged = dict(states[0])  # the name and settings
+    merged["values"] = pack([], {})
+    merged["weights"] = []
+    merged["totals"] = {}
+    merged["last"] = None
+    merged["chunks"] = [pack(values, {})] if values else []
+    merged["weight"] = sum(entry.weight for entry in entries)
+    merged["host_total"] = sum(totals)
+    has_extreme = bool(totals) and not values
+    merged["host_extreme"] = pick(totals, slots[0].kind) if has_extreme else None
+    merged["metric"] = None  # objects of several ranks are not merged
+    return merged
 
 
 def put_combined(
@@ -127,34 +142,44 @@ def put_combined(
     when: Literal["step", "epoch"],
 ) -> None:
     """Reduce each key's entries, one per rank that has logged it, and add the result to `flushed`."""
-    for key, found in entries.items():
-        value = combine(found, reductions.get(key))
+    for key, of_ranks in entries.items():
+        value = combine(of_ranks, reductions.get(key))
         if value is not None:
-            flushed.put(found[0], value, when)
+            flushed.put(of_ranks[0], value, when)
 
 
 def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
     """Return this rank's aggregates of the epoch so far that have changed since the last call for these slots."""
     flushed = Flushed()
-    new = [slot for slot in slots if slot.on_epoch and any(slot.epoch_count) and slot.seen_epoch != slot.epoch_count]
-    for slot in new:
+    copies: list[MetricSlot] = []
+    with_objects: list[MetricSlot] = []
+    for slot in slots:
+        is_new = any(slot.epoch_count) and slot.seen_epoch != slot.epoch_count
+        if not slot.on_epoch or not is_new:
+            continue
         slot.seen_epoch = slot.epoch_count
-    copies = [_copy(slot) for slot in new if slot.metric is None]  # a fold would change the order of the sum
+        if slot.metric is None:
+            copies.append(_copy(slot))  # to fold the slot now would change the order of its sum
+        else:
+            with_objects.append(slot)
     reductions = {slot.key: slot.settings.reduction for slot in copies}
     put_combined(flushed, {key: [entry] for key, entry in epoch_entries(copies).items()}, reductions, "epoch")
-    for slot in new:
-        if slot.metric is not None:
-            read_into(flushed, named_values(entry_of(slot), compute_alone(slot.metric)), "epoch")
+    for slot in with_objects:
+        read_into(flushed, named_values(entry_of(slot), compute_alone(slot.metric)), "epoch")
     return flushed
 
 
 def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
     """Return this rank's latest step values. The next flush returns them too. Waits for each device once."""
     flushed = Flushed()
-    own = [slot for slot in slots if slot.last is not None]
-    for slot in own:
+    values: list[tuple[Entry, float | Tensor]] = []
+    for slot in slots:
+        if slot.last is None:
+            continue
+        # A metric object stays the same object when its value changes, so it is never marked as read.
         slot.seen_step = None if is_metric_object(slot.last) else slot.last
-    read_into(flushed, (pair for slot in own for pair in step_values(slot)), "step")
+        values += step_values(slot)
+    read_into(flushed, values, "step")
     return flushed
 
 
@@ -169,8 +194,10 @@ def read_into(flushed: Flushed, values: Iterable[tuple[Entry, float | Tensor]], 
 
 def _copy(slot: MetricSlot) -> MetricSlot:
     copied = copy.copy(slot)
-    copied.values, copied.weights = list(slot.values), list(slot.weights)
-    copied.totals, copied.chunks = dict(slot.totals), list(slot.chunks)
+    copied.values = list(slot.values)
+    copied.weights = list(slot.weights)
+    copied.totals = dict(slot.totals)
+    copied.chunks = list(slot.chunks)
     return copied
 
 
@@ -184,11 +211,11 @@ class Flushed:
 
     Attributes:
         logged: numbers for the loggers.
-        callback: all numbers. A metric that was logged on step and epoch has its own name here, besides the names that
-            end in `_step` and `_epoch`.
+        callback: all numbers. A metric that was logged on step and epoch is here under its plain name too, besides the
+            names that end in `_step` and `_epoch`.
         prog_bar: numbers for the progress bar.
         loaders: index of the evaluation loader of each key, if there are several.
-        aliases: these own names, whose values `callback` has twice.
+        aliases: the names without `_step` and `_epoch` in `callback`, whose values it contains twice.
         last_step: `loss`, the mean over all data that all ranks consumed in a step, and `grad_norm`, if they were read.
         rows: numbers for the loggers of each batch of an evaluation, by evaluation step.
     """
@@ -203,19 +230,20 @@ class Flushed:
 
     def put(self, entry: Entry, value: float, when: Literal["step", "epoch"]) -> None:
         """Add one value under the names that its options define."""
-        plain = entry.name + entry.suffix
-        shown = f"{entry.name}_{when}{entry.suffix}" if entry.forked else plain
-        self.callback[shown] = MetricValue(value)
-        if when == "epoch" or not entry.epoch_closed:  # the plain name keeps the aggregate of a closed epoch
-            self.callback[plain] = self.callback[shown]
+        plain_key = entry.name + entry.suffix
+        key = f"{entry.name}_{when}{entry.suffix}" if entry.forked else plain_key
+        self.callback[key] = MetricValue(value)
+        # A step value that is flushed after its epoch's aggregate must not replace it under the plain name.
+        if when == "epoch" or not entry.epoch_closed:
+            self.callback[plain_key] = self.callback[key]
         if entry.forked:
-            self.aliases.add(plain)
+            self.aliases.add(plain_key)
         if entry.loader is not None:
-            self.loaders[shown] = entry.loader
+            self.loaders[key] = entry.loader
         if entry.logger:
-            self.logged[shown] = value
+            self.logged[key] = value
         if entry.prog_bar:
-            self.prog_bar[shown] = value
+            self.prog_bar[key] = value
 
 
 class Entry(NamedTuple):
@@ -252,10 +280,18 @@ def entry_of(slot: MetricSlot) -> Entry:
     """Return an entry of `slot` without values."""
     settings = slot.settings
     forked = settings.on_step and settings.on_epoch
-    kind, main_only, loader = slot.kind, settings.main_only, slot.loader
-    closed = forked and slot.metric is None and not slot.has_epoch_values
-    entry = Entry(slot.name, slot.suffix, forked, settings.logger, settings.prog_bar, kind, main_only, loader=loader)
-    return entry._replace(epoch_closed=True) if closed else entry
+    has_epoch_value = slot.metric is not None or slot.has_epoch_values
+    return Entry(
+        name=slot.name,
+        suffix=slot.suffix,
+        forked=forked,
+        logger=settings.logger,
+        prog_bar=settings.prog_bar,
+        kind=slot.kind,
+        main_only=settings.main_only,
+        loader=slot.loader,
+        epoch_closed=forked and not has_epoch_value,
+    )
 
 
 def with_step_value(entry: Entry, value: float, weight: float) -> Entry:
@@ -287,14 +323,19 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
         )
     if kind == "mean":
         weight = sum(entry.weight for entry in entries)
-        return sum(entry.total for entry in entries) / weight if weight else float("nan")
+        if weight == 0:
+            return float("nan")
+        return sum(entry.total for entry in entries) / weight
     if kind == "sum":
         return sum(entry.total for entry in entries)
     if kind != "custom":
         return pick([entry.total for entry in entries], kind)
     if reduction is None or isinstance(reduction, str):
         return None
-    result = reduction(torch.tensor([value for entry in entries for value in entry.values], dtype=torch.float64))
+    values: list[float] = []
+    for entry in entries:
+        values += entry.values
+    result = reduction(torch.tensor(values, dtype=torch.float64))
     try:
         return float(result)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -303,13 +344,30 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
 
 def gather_entries(gathered: Sequence[dict[str, Any]]) -> dict[str, list[Entry]]:
     """Return the entries of all ranks by key. The order of keys is the same on every rank."""
-    found: dict[str, list[Entry]] = {}
+    by_key: dict[str, list[Entry]] = {}
     for rank, payload in enumerate(gathered):
-        for key, raw in payload["metrics"].items():
-            entry = Entry(*raw)
+        for key, fields in payload["metrics"].items():
+            entry = Entry(*fields)
             if not entry.main_only or rank == 0:
-                found.setdefault(key, []).append(entry)
-    return found
+                by_key.setdefault(key, []).append(entry)
+    return by_key
+
+
+def objects_payload(objects: Mapping[str, MetricSlot], owner: torch.nn.Module | None) -> dict[str, Any]:
+    """Return, by key, the path in `owner` and the entry of each metric object that reduces over ranks."""
+    paths = module_paths(owner)
+    payload: dict[str, Any] = {}
+    for key, slot in objects.items():
+        if slot.on_epoch and slot.settings.sync_dist is not False:
+            payload[key] = (paths.get(id(slot.metric)), tuple(entry_of(slot)))
+    return payload
+
+
+def module_paths(owner: torch.nn.Module | None) -> dict[int, str]:
+    """Return the names of all modules in `owner` by their ids."""
+    if owner is None:
+        return {}
+    return {id(module): path for path, module in owner.named_modules()}
 
 
 def put_objects(
@@ -319,24 +377,26 @@ def put_objects(
 
     `objects` are this rank's slots by key. `gathered` contains the dict that each rank has passed to the exchange.
     """
-    counts = Counter(key for payload in gathered for key in payload["objects"])
-    shared = {key: found for payload in reversed(gathered) for key, found in payload["objects"].items()}
+    counts: Counter[str] = Counter()
+    shared: dict[str, tuple[str | None, tuple[Any, ...]]] = {}  # path and entry of the first rank that has logged it
+    for payload in gathered:
+        for key, path_and_entry in payload["objects"].items():
+            counts[key] += 1
+            shared.setdefault(key, path_and_entry)
     waiting: list[tuple[Entry, float | Tensor]] = []
     # Every rank computes in the same order, because torchmetrics communicates in `compute`.
-    for key in counts:
+    for key, num_ranks in counts.items():
         path, entry = shared[key]
         metric: Any = objects[key].metric if key in objects else None
-        if counts[key] == len(gathered) or (path is not None and metric is not None):
+        is_on_all_ranks = num_ranks == len(gathered)
+        if metric is not None and (is_on_all_ranks or path is not None):
             result = metric.compute()
-        elif path is not None and owner is not None:  # this rank had no batch
-            other: Any = owner.get_submodule(path)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torchmetrics expects an update
-                result = other.compute()
-            reset_metric(other)  # its result would else be used again
+        elif path is not None and owner is not None:
+            # This rank had no batch, but the others wait for it in `compute`.
+            result = _compute_unused(owner.get_submodule(path))
         elif metric is not None:
             warnings.warn(
-                f"the metric object {key!r} was logged on {counts[key]} of {len(gathered)} ranks only, and is not "
+                f"the metric object {key!r} was logged on {num_ranks} of {len(gathered)} ranks only, and is not "
                 "a module of the task: each of them reports its own value. Log it on every rank.",
                 TrainwrightWarning,
                 stacklevel=3,
@@ -346,9 +406,18 @@ def put_objects(
             continue
         waiting += named_values(Entry(*entry), result)
     for key, slot in objects.items():
-        if slot.on_epoch and key not in counts:
+        if slot.on_epoch and key not in counts:  # with sync_dist=False
             waiting += named_values(entry_of(slot), compute_alone(slot.metric))
     read_into(flushed, waiting, "epoch")
+
+
+def _compute_unused(metric: Any) -> Any:
+    """Compute a metric object that this rank has not updated, together with the ranks that have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics warns about `compute` before `update`
+        result = metric.compute()
+    reset_metric(metric)  # `compute` caches its result, which a later `compute` would return
+    return result
 
 
 @contextmanager
@@ -357,8 +426,10 @@ def same_metric_objects(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
     Metric objects are not replaced by ones that ignore updates, because the step may use their results.
     """
+    # By id, because torchmetrics hashes an object by its state too. Each object is restored once.
+    by_id = {id(module): module for module in modules}
     with ExitStack() as undo:
-        for module in {id(module): module for module in modules}.values():
+        for module in by_id.values():
             if is_metric_object(module):
                 undo.enter_context(restore_attributes(module, ("_modules", "_parameters")))
         yield
@@ -397,7 +468,8 @@ def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], devic
         for key, value in saved["state"].items():
             setattr(part, key, map_tensors(lambda tensor: tensor.to(device), value))
         # torchmetrics has no public way to mark a metric as updated.
-        part._update_count, part._computed = saved["update_count"], None
+        part._update_count = saved["update_count"]
+        part._computed = None  # the cached result is of the old state
     return [name for name in states if name not in parts]
 
 

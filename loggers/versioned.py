@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import re
 from abc import abstractmethod
@@ -72,15 +71,17 @@ class VersionedLogger(Logger):
                 "not to a URL. Write a path, and copy the folder after the run."
             )
         self._save_dir = None if save_dir is None else Path(os.path.expandvars(save_dir)).expanduser()
-        is_default = name == DEFAULT_NAME
-        self._name = LIGHTNING_NAME if is_default and is_replaced("lightning") else name or ""
+        if name == DEFAULT_NAME and is_replaced("lightning"):
+            name = LIGHTNING_NAME
+        self._name = name or ""
         self._version = version
-        self._is_version_chosen = version is None
+        self._is_version_fixed = version is not None
         self._sub_dir = Path(sub_dir) if sub_dir is not None else None
         self._last_step: int | None = None
         self._keep_until: int | None = None  # rows up to this step belong to the run that is continued
-        self._continues = False
-        self._previous: dict[str, int] = {}  # curves of an earlier run that this one has not logged yet: last step
+        self._continues = False  # True: the folder contains a log, and this run has not logged yet
+        # The last step of each curve of an earlier run, until this run logs the curve.
+        self._previous: dict[str, int] = {}
         self._hyperparams: dict[str, Any] = {}
         self._of_evaluations: dict[str, VersionedLogger] = {}  # loggers of evaluation steps by stage
         self._with_later_rows: set[str] = set()  # their stages whose logs may have rows from after the checkpoint
@@ -91,7 +92,9 @@ class VersionedLogger(Logger):
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
         """Return a logger that writes below a folder, or into `root_dir/project` if there is a project."""
-        return cls(root_dir, **options) if project is None else cls(root_dir, None, project, **options)
+        if project is None:
+            return cls(root_dir, **options)
+        return cls(root_dir, None, project, **options)
 
     @property
     def name(self) -> str:
@@ -115,25 +118,34 @@ class VersionedLogger(Logger):
         """The parent folder; None if it depends on a run that has not begun."""
         if self._save_dir is not None:
             return str(self._save_dir)
-        return str(self._run.root_dir) if self._run is not None else None
+        if self._run is not None:
+            return str(self._run.root_dir)
+        return None
 
     @property
     def root_dir(self) -> str | None:
         """The folder of all versions, `save_dir/name`."""
-        return str(Path(self.save_dir, self.name or "")) if self.save_dir is not None else None
+        if self.save_dir is None:
+            return None
+        return str(Path(self.save_dir, self.name or ""))
 
     @property
     def version_dir(self) -> str | None:
         """The folder of this version; None until it is known."""
-        version, root = self.version, self.root_dir
+        version = self.version
+        root = self.root_dir
+        if root is None or version is None:
+            return None
         folder = f"version_{version}" if isinstance(version, int) else version
-        return None if root is None or folder is None else str(Path(root, folder))
+        return str(Path(root, folder))
 
     @property
     def log_dir(self) -> str | None:
         """The folder of log files: the version's, or `sub_dir` in it; None until it is known."""
-        found = self.version_dir
-        return str(Path(found, self._sub_dir)) if found is not None and self._sub_dir is not None else found
+        version_dir = self.version_dir
+        if version_dir is None or self._sub_dir is None:
+            return version_dir
+        return str(Path(version_dir, self._sub_dir))
 
     def share_version(self, version: int | str) -> None:
         """Use the version of another logger of the same run, unless this logger already has one."""
@@ -198,12 +210,15 @@ class VersionedLogger(Logger):
             else:
                 self._previous = self.last_steps()
         if self._previous:
-            earlier = {name: self._previous.pop(name) for name in names if name in self._previous and name not in WHERE}
-            if earlier := {name: last for name, last in earlier.items() if last > step}:
-                self.remove_from(step, earlier)
+            overlapping: list[str] = []
+            for name in names:
+                if name in self._previous and name not in WHERE and self._previous.pop(name) > step:
+                    overlapping.append(name)
+            if overlapping:
+                self.remove_from(step, overlapping)
                 self.warn_once(
                     f"{type(self).__name__} writes into {self.log_dir}, which holds the log of an earlier fit or run; "
-                    f"its values of {', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` "
+                    f"its values of {', '.join(sorted(overlapping))} from step {step} on are replaced. Leave `version` "
                     "unset for a new folder."
                 )
         if self._last_step is None or step > self._last_step:
@@ -220,7 +235,8 @@ class VersionedLogger(Logger):
         log = copy.copy(self)  # without open files, as in another process
         log._close()
         log._sub_dir = Path(self._sub_dir or "", stage)
-        log._of_evaluations, log._previous = {}, {}
+        log._of_evaluations = {}
+        log._previous = {}
         # The checkpoint of a resumed run was made before its first row here, so that later entries are removed.
         log._keep_until = step - 1 if stage in self._with_later_rows else None
         self._with_later_rows.discard(stage)
@@ -229,15 +245,15 @@ class VersionedLogger(Logger):
 
     def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
         """Return `metrics` with prefixed names. Omit those of the file's `own` columns, with a warning."""
-        found = self.prefixed(metrics)
+        row = self.prefixed(metrics)
         for name in own:
-            if name in found:
-                del found[name]
+            if name in row:
+                del row[name]
                 self.warn_once(
                     f"{type(self).__name__} skips the metric {name!r}, because its file has its own column of that "
                     "name. Log it under another name, or set a prefix."
                 )
-        return found
+        return row
 
     def write_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add `params` to earlier hyper-parameters, and write all of them to `hparams.yaml`."""
@@ -254,22 +270,27 @@ class VersionedLogger(Logger):
         entries are removed when the run first logs. If this logger has created another folder, it is deleted if empty.
         """
         version = state.get("version")
-        ours = self._version
-        if self._is_version_chosen and version is not None and version != ours:
-            run, unused = self._run, None if ours is None else self.version_dir
-            if run is not None:
-                self._close()
-                self._run = None
-            if unused is not None:
-                for folder in (Path(unused, self._sub_dir or ""), Path(unused)):
-                    with contextlib.suppress(OSError):  # not empty: another logger shares it, or files were written
-                        folder.rmdir()
-            self._version = version
-            if run is not None:
-                self.start(run)
-        if version is None or self._version == version:
-            self._last_step = self._keep_until = state.get("last_step")
+        if version is not None and version != self._version and not self._is_version_fixed:
+            self._change_version(version)
+        if version is None or version == self._version:
+            self._last_step = state.get("last_step")
+            self._keep_until = self._last_step
             self._with_later_rows = {"validate", "test"}
+
+    def _change_version(self, version: int | str) -> None:
+        """Continue in the folder of `version`. Delete the previous folder of this logger if it is empty."""
+        run = self._run
+        previous_dir = None if self._version is None else self.version_dir
+        if run is not None:
+            self._close()
+            self._run = None
+        if previous_dir is not None:
+            for folder in (Path(previous_dir, self._sub_dir or ""), Path(previous_dir)):
+                with contextlib.suppress(OSError):  # not empty: another logger shares it, or files were written
+                    folder.rmdir()
+        self._version = version
+        if run is not None:
+            self.start(run)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_run": None, "_of_evaluations": {}, **dict.fromkeys(self._OPEN)}
@@ -278,7 +299,7 @@ class VersionedLogger(Logger):
 def check_below(path: str, what: str) -> None:
     """Check that a path is relative and has no `..`. `what` names the path in the ConfigurationError."""
     steps = path.replace("\\", "/").split("/")
-    if os.path.isabs(path) or ".." in steps or "\0" in path:
+    if os.path.isabs(path) or ".." in steps:
         raise ConfigurationError(
             f"{what} points outside of the logger's folder. Use a name below it, and put its parent folders into "
             "save_dir."
@@ -290,13 +311,27 @@ def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
     if run_name:
         check_below(run_name, f"run_name={run_name!r}")
     root_dir.mkdir(parents=True, exist_ok=True)
-    taken = [int(match[1]) for path in root_dir.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
-    for number in itertools.count(0 if run_name else max(taken, default=-1) + 1):
-        name = f"version_{number}" if not run_name else f"{run_name}_{number}" if number else run_name
-        with contextlib.suppress(FileExistsError):
+    number = 0 if run_name else _next_number(root_dir)
+    while True:
+        if run_name:
+            name = run_name if number == 0 else f"{run_name}_{number}"
+        else:
+            name = f"version_{number}"
+        try:
             (root_dir / name).mkdir()
+        except FileExistsError:  # of an earlier run, or of one that starts at the same time
+            number += 1
+        else:
             return name if run_name else number
-    raise AssertionError("the numbers do not end")
+
+
+def _next_number(root_dir: Path) -> int:
+    number = 0
+    for path in root_dir.iterdir():
+        match = _NUMBERED.fullmatch(path.name)
+        if match is not None:
+            number = max(number, int(match[1]) + 1)
+    return number
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -314,13 +349,14 @@ def cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with open(path, "rb+") as file:
-        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+        complete_bytes = sum(len(line) for line in file if line.endswith(b"\n"))
+        file.truncate(complete_bytes)
 
 
 def rows_without(rows: Iterable[dict[str, Any]], step: int, names: Collection[str] | None) -> Iterator[dict[str, Any]]:
     """Yield rows without values at `step` or later (only those in `names`, if passed). Empty rows are omitted."""
     for row in rows:
         if int(row["step"]) >= step:
-            row = {} if names is None else {name: value for name, value in row.items() if name not in names}
+            row = {name: value for name, value in row.items() if names is not None and name not in names}
         if not WHERE.issuperset(row):
             yield row

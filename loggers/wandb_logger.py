@@ -15,7 +15,7 @@ from trainwright.loggers.logger import RemoteLogger, RunInfo, Status
 STEP_KEY = "trainer/global_step"
 """The x-axis of every curve: W&B's own step counts calls, and cannot be decreased."""
 
-_PATIENCE = 10.0  # seconds that a start waits for the server
+_START_TIMEOUT_S = 10.0  # W&B's own default is 90 s, for which training would wait
 
 _EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "interrupted": 255}
 
@@ -88,9 +88,9 @@ class WandbLogger(RemoteLogger):
         self._init_options = init_options
         self._experiment = experiment
         self._is_ours = experiment is None
-        self._floor: int | None = None  # the last step in a resumed history
-        self._floors: dict[str, int] = {}  # the same for evaluation steps, by the key of their x-values
-        self._of_evaluations: set[str] = set()  # names with these x-values
+        self._resumed_step: int | None = None  # the last step in a resumed history
+        self._resumed_evaluation_steps: dict[str, int] = {}  # the last evaluation steps, by the key of their x-axis
+        self._evaluation_names: set[str] = set()  # names whose x-axis is the evaluation step
 
     @property
     def experiment(self) -> Any:
@@ -107,42 +107,60 @@ class WandbLogger(RemoteLogger):
         """
         if self._run is not None:
             return
-        wandb, is_new = _wandb(), self._is_ours or self._experiment is None
+        wandb = _wandb()
+        needs_experiment = self._is_ours or self._experiment is None  # a copy of this logger has no experiment
         self._dir = self._dir or run.root_dir
-        if is_new and wandb.run is not None:
+        if needs_experiment and wandb.run is not None:
             self.warn_once(
                 "a W&B run is already open in this process; WandbLogger logs to it and does not close it. Call "
                 "wandb.finish() before, to create a separate run."
             )
-            self._experiment, self._is_ours = wandb.run, False
-        elif is_new:
+            self._experiment = wandb.run
+            self._is_ours = False
+        elif needs_experiment:
             self._dir.mkdir(parents=True, exist_ok=True)
-            options: dict[str, Any] = {"mode": "offline"} if self._offline else {}
-            options |= {"name": run.run_name if self._name is None else self._name, "project": self._project}
-            options |= {"dir": str(self._dir), "id": self._id, "resume": "allow"}
-            self._experiment, self._is_ours = self._init(wandb, {**options, **self._init_options}), True
+            self._experiment = self._init(wandb, self._options_of(run))
+            self._is_ours = True
         super().start(run)
-        self._floors, self._of_evaluations = {}, set()
+        self._resumed_evaluation_steps = {}
+        self._evaluation_names = set()
         experiment = self._experiment
         self._id = experiment.id
         self._project = self._project or getattr(experiment, "project", None)
         experiment.define_metric(STEP_KEY)
+        # step_sync repeats the latest step in rows without one, such as those of `wandb.log` in user code.
         experiment.define_metric("*", step_metric=STEP_KEY, step_sync=True)
         if getattr(experiment, "resumed", False) is True:
-            held = experiment.summary.get(STEP_KEY)
-            self._floor = int(held) if held is not None else None
+            last_step = experiment.summary.get(STEP_KEY)
+            self._resumed_step = None if last_step is None else int(last_step)
+
+    def _options_of(self, run: RunInfo) -> dict[str, Any]:
+        """Return the arguments of `wandb.init`. The user's `init_options` take precedence."""
+        options: dict[str, Any] = {
+            "name": run.run_name if self._name is None else self._name,
+            "project": self._project,
+            "dir": str(self._dir),
+            "id": self._id,
+            "resume": "allow",
+        }
+        if self._offline:
+            options["mode"] = "offline"
+        options.update(self._init_options)
+        return options
 
     def _init(self, wandb: Any, options: dict[str, Any]) -> Any:
-        if options.get("mode") in ("offline", "disabled") or options.get("settings") is not None:
+        needs_no_server = options.get("mode") in ("offline", "disabled")
+        if needs_no_server or options.get("settings") is not None:
             return wandb.init(**options)
         try:
-            return wandb.init(**options, settings=wandb.Settings(init_timeout=_PATIENCE))
+            return wandb.init(**options, settings=wandb.Settings(init_timeout=_START_TIMEOUT_S))
         except wandb.errors.CommError as error:
             self.warn_once(
-                f"WandbLogger: the server did not open a run within {_PATIENCE:g} s: {error}. The run is recorded "
-                "offline; send it with `wandb sync`."
+                f"WandbLogger: the server did not open a run within {_START_TIMEOUT_S:g} s: {error}. The run is "
+                "recorded offline; send it with `wandb sync`."
             )
-            return wandb.init(**{**options, "mode": "offline"})
+            options["mode"] = "offline"
+            return wandb.init(**options)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add nested values to the run's config."""
@@ -154,14 +172,15 @@ class WandbLogger(RemoteLogger):
 
     def log_evaluation_step(self, metrics: Mapping[str, float], step: int, stage: str) -> None:
         """Log values over the stage's evaluation steps, except steps that a resumed history already contains."""
-        key, values = f"trainer/{stage}_step", self.prefixed(metrics)
-        if key not in self._floors:
-            held = self._experiment.summary.get(key) if self._floor is not None else None
-            self._floors[key] = -1 if held is None else int(held)
-        for name in values.keys() - self._of_evaluations - {"epoch"}:
+        key = f"trainer/{stage}_step"
+        values = self.prefixed(metrics)
+        if key not in self._resumed_evaluation_steps:
+            last_step = None if self._resumed_step is None else self._experiment.summary.get(key)
+            self._resumed_evaluation_steps[key] = -1 if last_step is None else int(last_step)
+        for name in values.keys() - self._evaluation_names - {"epoch"}:
             self._experiment.define_metric(name, step_metric=key)
-            self._of_evaluations.add(name)
-        if step > self._floors[key]:
+            self._evaluation_names.add(name)
+        if step > self._resumed_evaluation_steps[key]:
             self._experiment.log({**values, key: step})
 
     def log_image(
@@ -176,12 +195,13 @@ class WandbLogger(RemoteLogger):
             images: the list, under Lightning's name.
             options: arguments of `wandb.Image`, such as `caption=`; for a list of images, lists of the same length.
         """
-        image = image if images is None else images
-        is_one_image = not isinstance(image, list) or isinstance(next(iter(image), None), list)  # or rows of pixels
-        if is_one_image:
-            self._log({key: _wandb().Image(_for_wandb(image), **options)}, step)
-        else:
+        if images is not None:
+            image = images
+        is_list_of_lists = isinstance(image, list) and bool(image) and isinstance(image[0], list)  # rows of pixels
+        if isinstance(image, list) and not is_list_of_lists:
             self._log_several("Image", key, [_for_wandb(each) for each in image], step, options)
+        else:
+            self._log({key: _wandb().Image(_for_wandb(image), **options)}, step)
 
     def log_figure(self, key: str, figure: object, step: int) -> None:
         self._log({key: _wandb().Image(figure)}, step)
@@ -210,13 +230,16 @@ class WandbLogger(RemoteLogger):
     def _log_several(
         self, kind: str, key: str, values: list[Any], step: int | None, options: Mapping[str, list[Any]]
     ) -> None:
-        if not isinstance(values, list) or any(len(given) != len(values) for given in options.values()):
+        if not isinstance(values, list) or any(len(of_values) != len(values) for of_values in options.values()):
             raise ConfigurationError(
                 f"WandbLogger.log_{kind.lower()}({key!r}): pass a list, and options as lists of the same length."
             )
-        make = getattr(_wandb(), kind)
-        each = [{name: given[index] for name, given in options.items()} for index in range(len(values))]
-        self._log({key: [make(value, **own) for value, own in zip(values, each, strict=True)]}, step)
+        media_class = getattr(_wandb(), kind)
+        media: list[Any] = []
+        for index, value in enumerate(values):
+            options_of_value = {name: of_values[index] for name, of_values in options.items()}
+            media.append(media_class(value, **options_of_value))
+        self._log({key: media}, step)
 
     def download_artifact(
         self,
@@ -227,10 +250,11 @@ class WandbLogger(RemoteLogger):
     ) -> str:
         """Download an artifact and return its folder. By default it is recorded as an input of the open run."""
         if use_artifact and not self.muted:
-            found = self.use_artifact(artifact, artifact_type)
+            wandb_artifact = self.use_artifact(artifact, artifact_type)
         else:
-            found = _wandb().Api().artifact(artifact, type=artifact_type)
-        return str(found.download(root=None if save_dir is None else str(save_dir)))
+            wandb_artifact = _wandb().Api().artifact(artifact, type=artifact_type)
+        root = None if save_dir is None else str(save_dir)
+        return str(wandb_artifact.download(root=root))
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
         """Return an artifact, and record it as an input of the run."""
@@ -260,28 +284,34 @@ class WandbLogger(RemoteLogger):
         """Resume the run of `state`, unless another id was requested. Call it before `start`, because an open W&B run
         cannot be replaced.
         """
-        found = state.get("id")
-        if found is None or found == self._id or self._is_id_fixed:
+        saved_id = state.get("id")
+        if saved_id is None or saved_id == self._id or self._is_id_fixed:
             return
         if self._run is not None:
             self.warn_once(
-                f"the checkpoint belongs to the W&B run {found!r}, but the run {self._id!r} is already open and "
-                f"continues as a new one. Pass WandbLogger(id={found!r}) to continue the old curves."
+                f"the checkpoint belongs to the W&B run {saved_id!r}, but the run {self._id!r} is already open and "
+                f"continues as a new one. Pass WandbLogger(id={saved_id!r}) to continue the old curves."
             )
             return
-        self._id = found
+        self._id = saved_id
 
     def _log(self, values: Mapping[str, Any], step: int | None) -> None:
-        if self._floor is not None and step is not None and step <= self._floor:
-            return
-        self._experiment.log({**self.prefixed(values), **({} if step is None else {STEP_KEY: step})})
+        row = self.prefixed(values)
+        if step is not None:
+            if self._resumed_step is not None and step <= self._resumed_step:
+                return
+            row[STEP_KEY] = step
+        self._experiment.log(row)
 
     def _put_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
         wandb = _wandb()
         name = self._checkpoint_name or f"model-{self._id}"
         artifact = wandb.Artifact(name, type="model", metadata={"checkpoint": path.name})
         add = artifact.add_dir if path.is_dir() else artifact.add_file
-        add(str(path), **({} if self._add_file_policy == "mutable" else {"policy": self._add_file_policy}))
+        if self._add_file_policy == "mutable":
+            add(str(path))  # W&B's default
+        else:
+            add(str(path), policy=self._add_file_policy)
         self._experiment.log_artifact(artifact, aliases=["latest", path.name, *aliases])
 
 

@@ -75,13 +75,18 @@ class LoopState:
     @property
     def last_step(self) -> StepResult | None:
         """The result of the last optimizer step; None before the first."""
-        return None if self.last_result is None else StepResult(*self.last_result)
+        if self.last_result is None:
+            return None
+        loss, grad_norm = self.last_result
+        return StepResult(loss, grad_norm)
 
     @property
     def is_last_batch(self) -> bool:
         """True if the current or last micro-batch is the last of its epoch."""
         group = self.group
-        return self.ended_on_last_batch if group is None else group.is_last and group.index == len(group.batches) - 1
+        if group is None:
+            return self.ended_on_last_batch
+        return group.is_last and group.index == len(group.batches) - 1
 
     def check_finite(self) -> None:
         """Raise if a loss or gradient since the last check was not finite. Collective; waits for the device.
@@ -105,15 +110,17 @@ class LoopState:
     def request_stop(self, reason: str, request: Stop) -> None:
         """Store a stop request. Every rank calls it with the same `request`; ranks do not exchange it."""
         self.stop_reason = reason
-        self.stop, self.stop_agreed = max(self.stop, request), max(self.stop_agreed, request)
+        self.stop = max(self.stop, request)
+        self.stop_agreed = max(self.stop_agreed, request)
         self.check_next_step()
 
     def owes_validation(self, state: TrainState) -> bool:
         """Return whether a validation is due after the current step and has not been run."""
-        end, schedule = self.group_end, self.validation
-        if end is None or schedule is None or self.validated_at == state.step:
+        if self.group_end is None or self.validation is None:
             return False
-        return schedule.outstanding(state, *end)
+        if self.validated_at == state.step:
+            return False
+        return self.validation.outstanding(state, *self.group_end)
 
     def note_validation(self, state: TrainState) -> None:
         """Record that the validation of the current step is complete."""
@@ -122,7 +129,8 @@ class LoopState:
 
     def restore_last(self) -> None:
         """Call and clear the functions in `to_restore`."""
-        to_restore, self.to_restore = self.to_restore, []
+        to_restore = self.to_restore
+        self.to_restore = []
         for restore in to_restore:
             restore()
 
@@ -132,13 +140,19 @@ def progress_facts(state: TrainState, engine: Engine) -> dict[str, Any]:
 
     `memory` is the peak of the main process in bytes: of the device's allocator, or of the host's memory on the CPU.
     """
-    rates = (group["lr"] for optimizer in engine.optimizers for group in optimizer.param_groups)
+    rates: list[Any] = []
+    for optimizer in engine.optimizers:
+        for group in optimizer.param_groups:
+            rate = group["lr"]
+            # A rate in a tensor on a device (`capturable` optimizers) is omitted, because reading it would wait.
+            if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu":
+                rates.append(rate)
     return {
         "epoch": state.epoch,
         "samples": state.samples,
         "tokens": state.tokens,
         "seconds": round(state.seconds, 3),
-        "lr": [rate for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"],
+        "lr": rates,
         "memory": peak_memory(engine.device),
     }
 
@@ -151,15 +165,19 @@ def count_samples(group: Group, engine: Engine, *, exact: bool) -> int:
         engine: provides the data ranks.
         exact: sum the numbers of all ranks, which is collective. False multiplies this rank's number.
     """
-    mine = sum(batch_size(batch) for batch in group.batches)
+    of_rank = sum(batch_size(batch) for batch in group.batches)
     if engine.data_ranks.size == 1:
-        return mine
-    return _sum(mine, engine) // engine.data_ranks.parts if exact else mine * engine.data_ranks.num_readers
+        return of_rank
+    if exact:
+        # With split sequences, `parts` ranks have a part of the same samples each.
+        return _sum(of_rank, engine) // engine.data_ranks.parts
+    return of_rank * engine.data_ranks.num_readers
 
 
 def count_tokens(group: Group, task: TaskModule, engine: Engine) -> int:
     """Return the number of tokens in a step, counted by the task. Collective with several data ranks."""
-    return _sum(sum(task.num_tokens(batch) for batch in group.batches), engine)
+    of_rank = sum(task.num_tokens(batch) for batch in group.batches)
+    return _sum(of_rank, engine)
 
 
 def _sum(value: int, engine: Engine) -> int:

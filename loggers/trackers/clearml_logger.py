@@ -12,8 +12,13 @@ from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
 
 # ClearML also records arguments, output and resource usage by default. This logger records logged values only.
-_RECORDERS = ("connect_arg_parser", "connect_frameworks", "connect_streams", "resource_monitoring")
-_QUIET = {"reuse_last_task_id": False, **{f"auto_{name}": False for name in _RECORDERS}}
+_DEFAULT_OPTIONS = {
+    "reuse_last_task_id": False,
+    "auto_connect_arg_parser": False,
+    "auto_connect_frameworks": False,
+    "auto_connect_streams": False,
+    "auto_resource_monitoring": False,
+}
 
 
 class ClearMLLogger(QueuedLogger):
@@ -59,16 +64,23 @@ class ClearMLLogger(QueuedLogger):
             self._offline = clearml.Task.is_offline()
         elif clearml.Task.is_offline() != self._offline:
             clearml.Task.set_offline(self._offline)
-        known = {} if self._offline or self._id is None else {"continue_last_task": self._id}
-        named = {"project_name": self._project, "task_name": self._task_name or run.run_name or "run"}
-        self._experiment = clearml.Task.init(**{**_QUIET, **named, **known, **self._options})
-        if known:
+        options: dict[str, Any] = dict(_DEFAULT_OPTIONS)
+        options["project_name"] = self._project
+        options["task_name"] = self._task_name or run.run_name or "run"
+        continues = self._id is not None and not self._offline
+        if continues:
+            options["continue_last_task"] = self._id
+        options.update(self._options)
+        self._experiment = clearml.Task.init(**options)
+        if continues:
             self._experiment.set_initial_iteration(0)  # otherwise ClearML adds the last one to every step
         self._id = self._experiment.id
         self._dir = Path(self._experiment.get_offline_mode_folder()) if self._offline else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._offline else super().state_dict()
+        if self._offline:  # an offline task cannot be continued
+            return {}
+        return super().state_dict()
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
         for key, value in metrics.items():
@@ -88,18 +100,22 @@ class ClearMLLogger(QueuedLogger):
         self._experiment.get_logger().report_table(*_title(key), step, table_plot=[columns, *rows])
 
     def _write_checkpoint(self, path: Path, aliases: tuple[str, ...]) -> None:
-        about = {"aliases": ", ".join(aliases)}
-        self._experiment.upload_artifact(path.name, artifact_object=path, metadata=about, wait_on_upload=True)
+        metadata = {"aliases": ", ".join(aliases)}
+        # Wait, because a newer checkpoint may replace the file afterwards.
+        self._experiment.upload_artifact(path.name, artifact_object=path, metadata=metadata, wait_on_upload=True)
 
     def _flush(self) -> None:
         self._experiment.flush()
 
     def _close(self, status: Status) -> None:
-        if not self._offline and status != "success":
-            (self._experiment.mark_failed if status == "failed" else self._experiment.mark_stopped)()
+        if not self._offline and status == "failed":
+            self._experiment.mark_failed()
+        elif not self._offline and status == "interrupted":
+            self._experiment.mark_stopped()
         self._experiment.close()
 
 
 def _title(key: str) -> tuple[str, str]:
+    """Return the plot and the series of a metric, such as `("val", "loss")` for `val/loss`."""
     title, _, series = key.rpartition("/")
     return title or key, series

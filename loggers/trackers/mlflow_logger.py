@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,9 @@ from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger
 
 _STATUS: dict[Status, str] = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_LONGEST = 6000  # MLflow's limit for the value of a parameter
+# MLflow rejects requests above these limits.
+_MAX_PARAMETER_LENGTH = 6000
+_MAX_PARAMETERS_PER_REQUEST = 100
 
 
 class MLFlowLogger(QueuedLogger):
@@ -73,43 +74,50 @@ class MLFlowLogger(QueuedLogger):
         tracking = require_package("mlflow.tracking", purpose="MLFlowLogger")
         variables = require_package("mlflow.environment_variables", purpose="MLFlowLogger")
         self._uri = self._uri or variables.MLFLOW_TRACKING_URI.get()
-        uri, location = self._uri, self._artifact_location
-        if uri is not None:
-            self._dir = None
+        artifact_location = self._artifact_location
+        if self._uri is None:
+            self._dir = (self._dir or run.root_dir).absolute()
+            self._dir.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{self._dir / 'mlflow.db'}"
+            artifact_location = artifact_location or (self._dir / "artifacts").as_uri()
         else:
-            self._dir = folder = (self._dir or run.root_dir).absolute()
-            folder.mkdir(parents=True, exist_ok=True)
-            uri = f"sqlite:///{folder / 'mlflow.db'}"
-            location = location or (folder / "artifacts").as_uri()
+            self._dir = None
+            uri = self._uri
         client = tracking.MlflowClient(uri)
         if self._id is not None:
             self._experiment_id = client.get_run(self._id).info.experiment_id
             client.update_run(self._id, status="RUNNING")
         else:
-            held = client.get_experiment_by_name(self._project)
-            create = partial(client.create_experiment, self._project, artifact_location=location)
-            self._experiment_id = create() if held is None else held.experiment_id
-            name = self._run_name if self._run_name is not None else run.run_name
+            experiment = client.get_experiment_by_name(self._project)
+            if experiment is None:
+                self._experiment_id = client.create_experiment(self._project, artifact_location=artifact_location)
+            else:
+                self._experiment_id = experiment.experiment_id
+            name = run.run_name if self._run_name is None else self._run_name
             self._id = client.create_run(self._experiment_id, tags=self._tags, run_name=name).info.run_id
         self._experiment = client
 
     def _last_steps(self) -> Mapping[str, int]:
-        client, run_id = self._experiment, self._id
-        names = client.get_run(run_id).data.metrics
-        return {name: max(one.step for one in client.get_metric_history(run_id, name)) for name in names}
+        last_steps: dict[str, int] = {}
+        for name in self._experiment.get_run(self._id).data.metrics:
+            history = self._experiment.get_metric_history(self._id, name)
+            last_steps[name] = max(metric.step for metric in history)
+        return last_steps
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
-        metric = require_package("mlflow.entities", purpose="MLFlowLogger").Metric
-        values = [metric(_name(key), value, int(seconds * 1000), step) for key, value in metrics.items()]
+        entities = require_package("mlflow.entities", purpose="MLFlowLogger")
+        milliseconds = int(seconds * 1000)
+        values = [entities.Metric(_name(key), value, milliseconds, step) for key, value in metrics.items()]
         self._experiment.log_batch(self._id, metrics=values)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        param = require_package("mlflow.entities", purpose="MLFlowLogger").Param
-        values = {_name(key): str(value)[:_LONGEST] for key, value in flatten(params).items()}
+        entities = require_package("mlflow.entities", purpose="MLFlowLogger")
         known = self._experiment.get_run(self._id).data.params
-        new = [param(key, value) for key, value in values.items() if key not in known]
-        for begin in range(0, len(new), 100):  # MLflow's limit for one request
-            self._experiment.log_batch(self._id, params=new[begin : begin + 100])
+        values = {_name(key): str(value)[:_MAX_PARAMETER_LENGTH] for key, value in flatten(params).items()}
+        # MLflow rejects another value of a known parameter.
+        new = [entities.Param(key, value) for key, value in values.items() if key not in known]
+        for begin in range(0, len(new), _MAX_PARAMETERS_PER_REQUEST):
+            self._experiment.log_batch(self._id, params=new[begin : begin + _MAX_PARAMETERS_PER_REQUEST])
 
     def _write_image(self, key: str, pixels: Pixels, step: int) -> None:
         self._experiment.log_image(self._id, pixels, f"images/{_name(key)}/step_{step}.png")

@@ -36,15 +36,26 @@ class TrackioLogger(QueuedLogger):
 
     def _open(self, run: RunInfo) -> None:
         trackio = require_package("trackio", purpose="TrackioLogger")
-        options = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False, **self._options}
-        name, resume = self._id or self._run_name or run.run_name, "allow" if self._exists else "never"
-        self._experiment = trackio.init(**{"project": self._project, "name": name, "resume": resume, **options})
+        options: dict[str, Any] = {
+            "project": self._project,
+            "name": self._id or self._run_name or run.run_name,
+            "resume": "allow" if self._exists else "never",
+            # Trackio would open its dashboard in a notebook, and log the use of devices.
+            "embed": False,
+            "auto_log_gpu": False,
+            "auto_log_cpu": False,
+        }
+        options.update(self._options)
+        self._experiment = trackio.init(**options)
         self._id = self._experiment.name
 
     def _last_steps(self) -> Mapping[str, int]:
         storage = require_package("trackio.sqlite_storage", purpose="TrackioLogger").SQLiteStorage
-        rows = storage.get_logs(self._project, self._id)  # those of a server are not read
-        return {key: row["step"] for row in sorted(rows, key=lambda row: row["step"]) for key in row}
+        last_steps: dict[str, int] = {}
+        for row in storage.get_logs(self._project, self._id):  # local rows only, not those of a Space or server
+            for key in row:
+                last_steps[key] = max(row["step"], last_steps.get(key, 0))
+        return last_steps
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
         self._experiment.log(metrics, step=step)

@@ -197,7 +197,7 @@ def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_aga
     assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
-@pytest.mark.parametrize("value", ["../../up", "..", "a/../../b", "/etc/x", "a\0b", "..\\up"])
+@pytest.mark.parametrize("value", ["../../up", "..", "a/../../b", "/etc/x", "..\\up"])
 @pytest.mark.parametrize("argument", ["name", "version", "sub_dir"])
 def test_folders_must_be_inside_the_folder_of_the_logger(argument: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"{argument}="):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 import traceback
 from collections.abc import Mapping
@@ -20,18 +21,19 @@ _LIBRARY_PATHS = (
     "<",  # code without a file, such as what torch and dataclasses generate
 )
 _MAX_ITEMS = 8  # shown of a container
-_START = "in "
+_NOTE_START = "in "
 
 
 def note_missing_weights(error: BaseException, task: torch.nn.Module) -> None:
     """Add a note to an error about tensors on the device `meta` whose values are on other ranks. Not collective."""
-    if "meta" in str(error) and not isinstance(error, TrainwrightError):
-        elsewhere = [name for name, parameter in task.named_parameters() if parameter.is_meta]
-        if elsewhere:
-            error.add_note(
-                f"{len(elsewhere)} weights, such as {elsewhere[0]}, are in stages of other ranks, and are tensors on "
-                "the device 'meta' here. In callbacks and hooks, skip parameters whose is_meta is True."
-            )
+    if "meta" not in str(error) or isinstance(error, TrainwrightError):
+        return
+    meta_names = [name for name, parameter in task.named_parameters() if parameter.is_meta]
+    if meta_names:
+        error.add_note(
+            f"{len(meta_names)} weights, such as {meta_names[0]}, are in stages of other ranks, and are tensors on "
+            "the device 'meta' here. In callbacks and hooks, skip parameters whose is_meta is True."
+        )
 
 
 def note_batch(
@@ -50,8 +52,11 @@ def note_batch(
         state: the training progress.
         rank: this process's rank, or None for a single process.
     """
-    has_note = any(note.startswith(_START) for note in getattr(error, "__notes__", ()))
-    if has_note or not isinstance(error, Exception) or isinstance(error, TrainwrightError):
+    # KeyboardInterrupt and SystemExit are not Exceptions. Errors of this library name the cause already.
+    if not isinstance(error, Exception) or isinstance(error, TrainwrightError):
+        return
+    # An outer part of the loop may catch the error again.
+    if any(note.startswith(_NOTE_START) for note in getattr(error, "__notes__", ())):
         return
     try:
         described = describe(batch)
@@ -59,7 +64,7 @@ def note_batch(
         described = f"{type(batch).__name__}, nested too deeply to show"
     of_rank = "" if rank is None else f", rank {rank}"
     error.add_note(
-        f"{_START}{task_name}.{step}{_user_line(error)}\n"
+        f"{_NOTE_START}{task_name}.{step}{_user_line(error)}\n"
         f"  epoch {state.epoch}, step {state.step}, batch_idx {batch_idx}{of_rank}\n"
         f"  batch: {described}"
     )
@@ -67,10 +72,12 @@ def note_batch(
 
 def _user_line(error: BaseException) -> str:
     """Return the innermost line of an error's traceback outside libraries, or an empty string."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARY_PATHS)]
-    if not frames:
-        return ""
-    return f", {frames[-1].filename}:{frames[-1].lineno}" + (f": {frames[-1].line}" if frames[-1].line else "")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(_LIBRARY_PATHS):
+            continue
+        place = f", {frame.filename}:{frame.lineno}"
+        return f"{place}: {frame.line}" if frame.line else place
+    return ""
 
 
 def describe(tree: object) -> str:
@@ -78,17 +85,20 @@ def describe(tree: object) -> str:
     if isinstance(tree, torch.Tensor):
         return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)} on {tree.device}"
     if isinstance(tree, Mapping):
-        return (
-            f"{{{_some([f'{key!r}: {describe(part)}' for key, part in list(tree.items())[:_MAX_ITEMS]], len(tree))}}}"
-        )
+        entries = [f"{key!r}: {describe(part)}" for key, part in itertools.islice(tree.items(), _MAX_ITEMS)]
+        return "{" + _joined(entries, len(tree)) + "}"
     if isinstance(tree, (list, tuple)):
-        parts = _some([describe(part) for part in tree[:_MAX_ITEMS]], len(tree))
-        return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
+        items = [describe(part) for part in tree[:_MAX_ITEMS]]
+        joined = _joined(items, len(tree))
+        return f"[{joined}]" if isinstance(tree, list) else f"({joined})"
     if is_container(tree):
-        return f"{type(tree).__name__}({_some([f'{k}={describe(v)}' for k, v in vars(tree).items()], 0)})"
+        fields = [f"{name}={describe(part)}" for name, part in vars(tree).items()]
+        return f"{type(tree).__name__}({_joined(fields, len(fields))})"
     return type(tree).__name__
 
 
-def _some(parts: list[str], total: int) -> str:
-    more = total - len(parts)
-    return ", ".join([*parts, f"and {more} more"] if more > 0 else parts)
+def _joined(parts: list[str], total: int) -> str:
+    """Join the descriptions of the first of `total` parts."""
+    if total > len(parts):
+        parts = [*parts, f"and {total - len(parts)} more"]
+    return ", ".join(parts)

@@ -7,8 +7,10 @@ anyway, and before each save.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 
@@ -20,10 +22,10 @@ from trainwright.strategies.steps.non_finite import FirstNonFinite, NonFinite
 from trainwright.trainer.recovery.recovery import RollBack, RollbackRequest, unit_of
 from trainwright.trainer.run import StageRun
 
-_SHOWN_PARAMETERS = 5
-_SHOWN_SAMPLES = 16
-_RECORDED_SAMPLES = 256  # of each rank
-_WARNED_EACH = 5  # the first skipped steps warn one by one, later ones at each doubling of their number
+_MAX_SHOWN_PARAMETERS = 5
+_MAX_SHOWN_SAMPLES = 16
+_MAX_RECORDED_SAMPLES = 256  # of each rank
+_NUM_SINGLE_WARNINGS = 5  # the first skipped steps warn one by one, later ones at each doubling of their number
 
 Ids = list[int | str]
 
@@ -33,18 +35,20 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
 
     It is the engine's own function unless `on_nonfinite` is set or the rest of the epoch has data to skip.
     """
-    loader, state = run.data.train().loader, run.state
-    here = loader.position(state.batch_in_epoch)
-    ahead = [
-        skipped
-        for skipped in run.progress.skipped_batches
-        if skipped.epoch == state.epoch
-        and (skipped.stop is None or here.get(skipped.unit, skipped.stop) < skipped.stop)
-    ]
+    loader = run.data.train().loader
+    position = loader.position(run.state.batch_in_epoch)
+    ahead: list[SkippedData] = []
+    for skipped in run.progress.skipped_batches:
+        if skipped.epoch != run.state.epoch:
+            continue
+        # A loader may not count in the unit of an entry. Then it is unknown whether the data was passed already.
+        if skipped.stop is None or position.get(skipped.unit, skipped.stop) < skipped.stop:
+            ahead.append(skipped)
     run.loop.guard = None
     if run.settings.arguments.on_nonfinite is None and not ahead:
         return run.engine.step.forward_backward
-    run.loop.guard = guarded = GuardedStep(run, loader, ahead)
+    guarded = GuardedStep(run, loader, ahead)
+    run.loop.guard = guarded
     return guarded
 
 
@@ -64,11 +68,15 @@ class GuardedStep:
         self._run = run
         self._loader = loader
         self._ahead = ahead
-        step, mode = run.engine.step, run.settings.arguments.on_nonfinite
-        later = mode == "raise" and non_finite.reading_waits(step.parts.device)
-        self._first = FirstNonFinite(step) if later else None
+        step = run.engine.step
+        mode = run.settings.arguments.on_nonfinite
+        self._first: FirstNonFinite | None = None  # to check losses later
+        self._buffers: BufferCopies | None = None  # to check each loss at once
+        if mode == "raise" and non_finite.reading_waits(step.parts.device):
+            self._first = FirstNonFinite(step)
+        elif mode is not None:
+            self._buffers = BufferCopies(run.task)
         self._places: dict[int, tuple[int, int]] = {}  # steps since the last check → first batch, number of batches
-        self._buffers = None if mode is None or later else BufferCopies(run.task)
 
     def __call__(self, group: Group) -> torch.Tensor | None:
         """Run forward and backward of a step, and check the result. Collective.
@@ -79,13 +87,15 @@ class GuardedStep:
             RollBack: the run rolls back to a checkpoint. Raised on every rank.
         """
         if self._ahead and self._is_skipped(group):
-            group.index, group.last_batch = len(group.batches) - 1, group.batches[-1]
+            # As after a step, so that hooks see the end of the group.
+            group.index = len(group.batches) - 1
+            group.last_batch = group.batches[-1]
             return None
         engine = self._run.engine
         if self._buffers is None:
             loss = engine.step.forward_backward(group)
             if self._first is not None and loss is not None:
-                self._places[self._run.state.step] = group.first_idx, len(group.batches)
+                self._places[self._run.state.step] = (group.first_idx, len(group.batches))
                 self._first.note(loss, self._run.state.step)
             return loss
         self._buffers.refresh()
@@ -109,9 +119,9 @@ class GuardedStep:
             self._places.clear()
             return
         seen_by_rank = self._run.engine.processes.gather_object(self._first.read())
-        step = min(number for number, _ in filter(None, seen_by_rank))
+        step = min(seen[0] for seen in seen_by_rank if seen is not None)
         first, num = self._places.get(step, (0, 1))
-        found = self._found(step, first, num, [self._of_step(step, seen) for seen in seen_by_rank])
+        found = self._combine(step, first, num, [self._of_step(step, seen) for seen in seen_by_rank])
         raise self._error(
             found,
             "Weights have changed since then, because losses are read only where the host waits for the device. All "
@@ -121,80 +131,86 @@ class GuardedStep:
     @staticmethod
     def _of_step(step: int, seen: tuple[int, NonFinite] | None) -> NonFinite:
         """Return what a rank found at `step`. It found nothing if `seen`, its first non-finite step, is later."""
-        return seen[1] if seen is not None and seen[0] == step else NonFinite(0.0, [])
+        if seen is None or seen[0] != step:
+            return NonFinite(0.0, [])
+        return seen[1]
 
     def is_bad_here(self) -> bool:
         """Return whether a loss or gradient of this rank was not finite. Waits for the device; not collective."""
         return self._first is not None and self._first.read() is not None
 
-    def _is_skipped(self, group: Group) -> bool:
+    def _positions(self, group: Group) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the positions in the training data before and after the step."""
         before = self._loader.position(group.first_idx)
         after = self._loader.position(group.first_idx + len(group.batches))
+        return before, after
+
+    def _is_skipped(self, group: Group) -> bool:
+        before, after = self._positions(group)
         return any(skipped.overlaps(self._run.state.epoch, before, after) for skipped in self._ahead)
 
     def _decide(self, group: Group, loss: torch.Tensor) -> None:
+        """Raise, roll back or record that the step is skipped. Collective."""
         run = self._run
+        mode = run.settings.arguments.on_nonfinite
+        max_skipped = run.settings.arguments.max_skipped
+        num_skipped = run.progress.skipped_in_a_row
         found = self._find(group, loss)
         if self._buffers is not None:
             self._buffers.restore()
-        if run.settings.arguments.on_nonfinite == "raise":
-            self._log(group)
-            raise self._error(found, "No weight has changed")
-        most = run.settings.arguments.max_skipped
-        if most is not None and run.progress.skipped_in_a_row >= most:
-            self._log(group)
-            raise self._error(
+        if mode == "raise":
+            self._end_run(group, found, "No weight has changed")
+        if max_skipped is not None and num_skipped >= max_skipped:
+            self._end_run(
+                group,
                 found,
-                f"The {run.progress.skipped_in_a_row} steps before it were skipped too, which reaches max_skipped="
-                f"{most}",
+                f"The {num_skipped} steps before it were skipped too, which reaches max_skipped={max_skipped}",
             )
-        skipped = self._record(found, group)
-        path = None
-        if run.settings.arguments.on_nonfinite == "rollback":
+        checkpoint = None
+        if mode == "rollback":
             self._check_may_roll_back(found, group)
-            path = run.recovery.find_checkpoint(run.state.step)
-        run.progress.skipped_batches.append(skipped)
-        ids = skipped.sample_ids
-        shown = None if ids is None else [of_rank[:_RECORDED_SAMPLES] for of_rank in ids]
-        run.logs.note("skipped", **replace(skipped, sample_ids=shown).to_dict())
-        run.progress.skipped_in_a_row += 1
+            checkpoint = run.recovery.find_checkpoint(run.state.step)
+        self._record(found, group)
         run.engine.step.discard_step()
-        if path is not None:
-            raise RollBack(RollbackRequest(path, found.text, skips_data=False))
-        self._warn(found, no_checkpoint=run.settings.arguments.on_nonfinite == "rollback")
+        if checkpoint is not None:
+            # The data was recorded above, so the rollback itself skips none.
+            raise RollBack(RollbackRequest(checkpoint, found.text, skips_data=False))
+        self._warn(found, no_checkpoint=mode == "rollback")
 
-    def _find(self, group: Group, loss: torch.Tensor) -> _Found:
+    def _find(self, group: Group, loss: torch.Tensor) -> _NonFiniteStep:
         """Return which losses and gradients of the current step are not finite. Collective; waits for the device."""
         seen = self._run.engine.processes.gather_object(non_finite.explain(self._run.engine.step, loss))
-        return self._found(self._run.state.step, group.first_idx, len(group.batches), seen)
+        return self._combine(self._run.state.step, group.first_idx, len(group.batches), seen)
 
-    def _found(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _Found:
-        """Combine what each rank has found (`seen`) in a step on `num` batches of this epoch. Collective."""
+    def _combine(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _NonFiniteStep:
+        """Combine the non-finite values of each rank in a step on `num` batches of this epoch. Collective."""
         ids = self._run.engine.processes.gather_object(self._ids(first, num))
-        return _Found(
+        is_unknown = any(of_rank is None for of_rank in ids)
+        return _NonFiniteStep(
             step=step,
             epoch=self._run.state.epoch,
             batches=(first, first + num - 1),
-            losses=[each.loss for each in seen],
-            parameters=[each.parameters for each in seen],
-            sample_ids=None if any(each is None for each in ids) else ids,
+            losses=[of_rank.loss for of_rank in seen],
+            parameters=[of_rank.parameters for of_rank in seen],
+            sample_ids=None if is_unknown else ids,
         )
 
     def _ids(self, first: int, num: int) -> Ids | None:
         """Return the data set indices in this rank's part of a step; None if they are unknown."""
-        found: Ids = []
+        ids: Ids = []
         for batch in range(first, first + num):
-            ids = self._loader.indices_in(batch)
-            if ids is None:
+            ids_of_batch = self._loader.indices_in(batch)
+            if ids_of_batch is None:
                 return None
-            found += ids
-        return found
+            ids += ids_of_batch
+        return ids
 
-    def _record(self, found: _Found, group: Group) -> SkippedData:
-        before = self._loader.position(group.first_idx)
-        after = self._loader.position(group.first_idx + len(group.batches))
+    def _record(self, found: _NonFiniteStep, group: Group) -> None:
+        """Add the step's data to the progress, which checkpoints contain, and to the run's record."""
+        run = self._run
+        before, after = self._positions(group)
         unit = unit_of(after)
-        return SkippedData(
+        skipped = SkippedData(
             reason=found.what,
             epoch=found.epoch,
             step=found.step,
@@ -205,34 +221,47 @@ class GuardedStep:
             stop=after[unit],
             sample_ids=found.sample_ids,
         )
+        run.progress.skipped_batches.append(skipped)
+        run.progress.skipped_in_a_row += 1
+        short_ids: list[Ids] | None = None
+        if found.sample_ids is not None:
+            short_ids = [of_rank[:_MAX_RECORDED_SAMPLES] for of_rank in found.sample_ids]
+        run.logs.note("skipped", **replace(skipped, sample_ids=short_ids).to_dict())
 
-    def _check_may_roll_back(self, found: _Found, group: Group) -> None:
-        run = self._run
-        before = self._loader.position(group.first_idx)
-        after = self._loader.position(group.first_idx + len(group.batches))
-        again = any(skipped.overlaps(found.epoch, before, after) for skipped in run.progress.skipped_batches)
-        if again or run.progress.num_rollbacks >= run.settings.arguments.max_rollbacks:
-            self._log(group)
-            raise self._error(
+    def _check_may_roll_back(self, found: _NonFiniteStep, group: Group) -> None:
+        progress = self._run.progress
+        max_rollbacks = self._run.settings.arguments.max_rollbacks
+        before, after = self._positions(group)
+        if any(skipped.overlaps(found.epoch, before, after) for skipped in progress.skipped_batches):
+            self._end_run(group, found, "This data was already skipped once")
+        if progress.num_rollbacks >= max_rollbacks:
+            self._end_run(
+                group,
                 found,
-                "This data was already skipped once"
-                if again
-                else f"The run has rolled back {run.progress.num_rollbacks} time(s), which reaches max_rollbacks="
-                f"{run.settings.arguments.max_rollbacks}",
+                f"The run has rolled back {progress.num_rollbacks} time(s), which reaches "
+                f"max_rollbacks={max_rollbacks}",
             )
 
-    def _error(self, found: _Found, why: str) -> NonFiniteError:
+    def _end_run(self, group: Group, found: _NonFiniteStep, why: str) -> NoReturn:
+        """Raise the error on every rank, after the values that the step has logged are written. Collective."""
+        self._log(group)
+        raise self._error(found, why)
+
+    def _error(self, found: _NonFiniteStep, why: str) -> NonFiniteError:
+        advice = "skip such steps: Trainer(on_nonfinite='skip')."
+        if self._run.settings.arguments.on_nonfinite == "skip":
+            advice = "allow more skipped steps: Trainer(max_skipped=None)."
         error = NonFiniteError(
             f"{found.text}. {why}. Check these samples and the operations that compute the loss "
             "(Trainer(detect_anomaly=True) names the one that failed in backward), lower the learning rate, or "
-            + (
-                "skip such steps: Trainer(on_nonfinite='skip')."
-                if self._run.settings.arguments.on_nonfinite != "skip"
-                else "allow more skipped steps: Trainer(max_skipped=None)."
-            )
+            f"{advice}"
         )
-        error.step, error.epoch, error.ranks, error.source = found.step, found.epoch, found.ranks, found.source
-        error.parameters, error.sample_ids = found.names, found.sample_ids
+        error.step = found.step
+        error.epoch = found.epoch
+        error.ranks = found.ranks
+        error.source = found.source
+        error.parameters = found.names
+        error.sample_ids = found.sample_ids
         return error
 
     def _log(self, group: Group) -> None:
@@ -243,21 +272,20 @@ class GuardedStep:
         if run.logs.group is not None and flushed.logged:
             run.logs.group.log_metrics({**flushed.logged, "epoch": run.state.epoch}, run.state.step)
 
-    def _warn(self, found: _Found, *, no_checkpoint: bool) -> None:
+    def _warn(self, found: _NonFiniteStep, *, no_checkpoint: bool) -> None:
         run = self._run
         count = len(run.progress.skipped_batches)
-        if count > _WARNED_EACH and count & (count - 1):
+        is_power_of_two = count & (count - 1) == 0
+        if count > _NUM_SINGLE_WARNINGS and not is_power_of_two:
             return
-        how = (
-            "it is skipped, because this run has no checkpoint to roll back to yet"
-            if no_checkpoint
-            else "it is skipped"
-        )
+        how = "it is skipped"
+        if no_checkpoint:
+            how += ", because this run has no checkpoint to roll back to yet"
         run.hooks.warn(f"{found.text}: {how}. No weight has changed. trainer.skipped_batches has {count} entries.")
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _NonFiniteStep:
     """Losses and gradients of a step that are not finite. The lists have one item per rank."""
 
     step: int
@@ -270,7 +298,7 @@ class _Found:
     @property
     def bad_losses(self) -> dict[int, float]:
         """Non-finite losses by rank."""
-        return {rank: loss for rank, loss in enumerate(self.losses) if not abs(loss) < float("inf")}
+        return {rank: loss for rank, loss in enumerate(self.losses) if not math.isfinite(loss)}
 
     @property
     def source(self) -> str:
@@ -281,7 +309,7 @@ class _Found:
     def ranks(self) -> tuple[int, ...]:
         """Ranks with a non-finite loss, or with non-finite gradients if all losses are finite."""
         of_gradients = [rank for rank, names in enumerate(self.parameters) if names]
-        return tuple(self.bad_losses or of_gradients)
+        return tuple(self.bad_losses) if self.bad_losses else tuple(of_gradients)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -293,7 +321,8 @@ class _Found:
         """Message that names the non-finite value and its ranks."""
         if self.source == "gradient":
             return f"the gradient is not finite on rank {_listed(self.ranks)}, the loss is"
-        return f"the loss is {', '.join(f'{loss} on rank {rank}' for rank, loss in self.bad_losses.items())}"
+        losses = ", ".join(f"{loss} on rank {rank}" for rank, loss in self.bad_losses.items())
+        return f"the loss is {losses}"
 
     @property
     def text(self) -> str:
@@ -302,15 +331,18 @@ class _Found:
         batches = f"batch {first}" if first == last else f"batches {first} to {last}"
         parts = [f"at step {self.step} (epoch {self.epoch}, {batches}) {self.what}"]
         if self.names:
-            parts.append(f"gradients that are not finite: {_listed(self.names, _SHOWN_PARAMETERS)}")
+            parts.append(f"gradients that are not finite: {_listed(self.names, _MAX_SHOWN_PARAMETERS)}")
         if self.sample_ids is not None:
-            parts += [f"samples of rank {r}: {_listed(ids, _SHOWN_SAMPLES)}" for r, ids in enumerate(self.sample_ids)]
+            for rank, ids in enumerate(self.sample_ids):
+                parts.append(f"samples of rank {rank}: {_listed(ids, _MAX_SHOWN_SAMPLES)}")
         return "; ".join(parts)
 
 
-def _listed(items: Sequence[object], most: int = 8) -> str:
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(str(item) for item in items[:most]) + more
+def _listed(items: Sequence[object], max_items: int = 8) -> str:
+    text = ", ".join(str(item) for item in items[:max_items])
+    if len(items) > max_items:
+        text += f" and {len(items) - max_items} more"
+    return text
 
 
 class BufferCopies:
@@ -321,6 +353,7 @@ class BufferCopies:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        # Outside of inference mode, torch refuses in-place changes of inference tensors: a forward cannot corrupt them.
         self._buffers = [buffer for buffer in module.buffers() if not buffer.is_inference()]
         self._copies = [buffer.detach().clone() for buffer in self._buffers]
 
