@@ -70,6 +70,16 @@ def test_an_optimizer_comes_along_keyed_by_name(make: MakeOptimizer, tmp_path: P
     load_named_optimizer_state(make(fresh), saved, names_of(fresh))  # loads into a new optimizer
 
 
+def test_the_names_of_a_compiled_model_in_an_optimizer_are_those_of_the_model(tmp_path: Path) -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([(f"_orig_mod.{name}", weight) for name, weight in model.named_parameters()])
+
+    source, model, optimizer = _lightning(tmp_path, make)
+    assert convert_checkpoint(source, tmp_path / "out").kind == "full"
+    saved = read_checkpoint(tmp_path / "out").optimizers[0]
+    assert same(saved, named_optimizer_state(optimizer, names_of(model)))
+
+
 @pytest.mark.parametrize(("is_last_batch", "epoch"), [(False, 1), (True, 2)])
 def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, epoch: int, tmp_path: Path) -> None:
     source, _, _ = _lightning(tmp_path, is_last_batch=is_last_batch, inside=3)

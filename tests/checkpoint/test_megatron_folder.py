@@ -159,6 +159,25 @@ def test_a_config_of_another_model_is_an_error(saved: Path, changed: dict[str, A
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}},
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"model_type": "mistral", "sliding_window": 8},
+    ],
+)
+def test_arguments_that_do_not_describe_the_config_are_an_error(saved: Path, changed: dict[str, Any]) -> None:
+    config = saved / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    first = saved.with_name("first")
+    _run("export", saved, first, "--megatron", "tp=2")
+    (first / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="does not store arguments that determine the model's config"):
+        _run("convert", first, saved.with_name("back"))
+
+
+@pytest.mark.parametrize("saved", ["llama"], indirect=True)
 def test_a_missing_rank_is_an_error(saved: Path) -> None:
     first = saved.with_name("first")
     _run("export", saved, first, "--megatron", "tp=2,pp=2")

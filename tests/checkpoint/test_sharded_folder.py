@@ -164,6 +164,23 @@ def test_a_checkpoint_of_deepspeed_without_zero_is_its_weights(tmp_path: Path) -
     assert (done.kind, done.step, done.num_tensors) == ("weights", 2, 7)
 
 
+def test_a_checkpoint_of_stage_1_has_its_frozen_weights(tmp_path: Path) -> None:
+    shapes = [{"second.weight": torch.Size([5, 5]), "head.weight": torch.Size([1, 5])}]
+    frozen = {"frozen_param_shapes": None, "frozen_param_fragments": None}  # DeepSpeed saves them from stage 2 on
+    folder = _deepspeed_folder(tmp_path / "x", param_shapes=shapes, dp_world_size=1, buffer_names=["offset"], **frozen)
+    trained = torch.arange(30.0)
+    optimizer = {"state": {0: {"momentum_buffer": trained + 1}}, "param_groups": [{"lr": 0.1}]}
+    partition = {"single_partition_of_fp32_groups": [trained], "base_optimizer_state": optimizer}
+    file = folder / "global_step2" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": partition}, file)
+    [merged] = merge_weights(folder, tmp_path / "merged")
+    weights = load_file(merged)
+    expected = sharded_runs.net().state_dict()
+    expected["second.weight"] = trained[:25].view(5, 5)
+    expected["head.weight"] = trained[25:].view(1, 5)
+    torch.testing.assert_close(weights, dict(expected), rtol=0, atol=0)
+
+
 def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no shards"):
         merge_weights(tmp_path, tmp_path / "out")

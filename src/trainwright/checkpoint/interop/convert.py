@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -41,9 +41,21 @@ _LIGHTNING_VERSION = "pytorch-lightning_version"
 # The entries that Lightning writes; all others come from the user's hooks.
 _LIGHTNING_KEYS = frozenset(
     {
-        *("epoch", "global_step", _LIGHTNING_VERSION, "state_dict", "loops", "callbacks", "optimizer_states"),
-        *("lr_schedulers", "hparams_name", "hparams_type", "hyper_parameters", "MixedPrecision"),
-        *("native_amp_scaling_state", "datamodule_hparams_name", "datamodule_hparams_type"),
+        _LIGHTNING_VERSION,
+        "epoch",
+        "global_step",
+        "state_dict",
+        "loops",
+        "callbacks",
+        "optimizer_states",
+        "lr_schedulers",
+        "hparams_name",
+        "hparams_type",
+        "hyper_parameters",
+        "MixedPrecision",
+        "native_amp_scaling_state",
+        "datamodule_hparams_name",
+        "datamodule_hparams_type",
         "datamodule_hyper_parameters",
     }
 )
@@ -119,18 +131,25 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
         CheckpointError: `source` has another format, is damaged, or contains objects that need `trust_pickle` or
             `drop_unknown` (the message lists the objects), or `target` exists or cannot be written.
     """
-    source, target, options = Path(source), Path(target), options or ConvertOptions()
+    source = Path(source)
+    target = Path(target)
+    options = options or ConvertOptions()
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist.")
     if target.exists():
         raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
     notes: list[str] = []
     with reading(source):
-        kind, snapshot = (_from_folder if source.is_dir() else _from_file)(source, options, notes)
+        if source.is_dir():
+            kind, snapshot = _from_folder(source, options, notes)
+        else:
+            kind, snapshot = _from_file(source, options, notes)
         state = TrainState()
         state.load_dict(snapshot.state)
-        state.step = state.step if options.step is None else options.step
-        state.epoch = state.epoch if options.epoch is None else options.epoch
+        if options.step is not None:
+            state.step = options.step
+        if options.epoch is not None:
+            state.epoch = options.epoch
         snapshot.state = state.to_dict()
         snapshot.trainer = {key: _savable(value, key, notes) for key, value in snapshot.trainer.items()}
         snapshot.trainer["converted_from"] = kind
@@ -142,21 +161,30 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{target} cannot be written: {shortened(error)}.") from error
-    count = sum(isinstance(value, torch.Tensor) for value in (snapshot.model or {}).values())
-    return Converted(target, kind, snapshot.kind, state.step, state.epoch, count, notes)
+    return Converted(
+        path=target,
+        source=kind,
+        kind=snapshot.kind,
+        step=state.step,
+        epoch=state.epoch,
+        num_tensors=sum(isinstance(value, torch.Tensor) for value in (snapshot.model or {}).values()),
+        notes=notes,
+    )
 
 
 def _from_file(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
     if path.suffix == ".safetensors":
         return "state dict", _weights(read_safetensors(path, copy=False), notes)
     tree = _read_pickled(path, options, notes)
-    if isinstance(tree, Mapping) and (
-        _LIGHTNING_VERSION in tree
-        or {"state_dict", "loops"} <= tree.keys()
-        or {"state_dict", "lr_schedulers"} <= tree.keys()
-    ):
+    if isinstance(tree, Mapping) and _is_lightning(tree):
         return "lightning", _from_lightning(tree, options, notes)
     return "state dict", _weights(_find_state_dict(tree, path, notes), notes)
+
+
+def _is_lightning(tree: Mapping[str, Any]) -> bool:
+    if _LIGHTNING_VERSION in tree:
+        return True
+    return "state_dict" in tree and ("loops" in tree or "lr_schedulers" in tree)
 
 
 def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
@@ -182,7 +210,9 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
     state = _lightning_progress(tree, notes)
     callbacks = tree.get("callbacks") or {}
     if callbacks:
-        notes.append(f"The states of Lightning's callbacks are skipped: {', '.join(map(_short, callbacks))}.")
+        # A key has the callback's name and arguments, as in "ModelCheckpoint{'monitor': 'loss'}".
+        names = [str(key).partition("{")[0] for key in callbacks]
+        notes.append(f"The states of Lightning's callbacks are skipped: {', '.join(names)}.")
     if tree.get("datamodule_hyper_parameters"):
         notes.append("The data module's hyper-parameters are skipped.")
     trainer: dict[str, Any] = {
@@ -191,12 +221,12 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
     }
     if tree.get("hparams_name") not in (None, "kwargs"):
         trainer["hyper_parameters_name"] = str(tree["hparams_name"])
-    scaler = tree.get("MixedPrecision") or tree.get("native_amp_scaling_state")
     return _with_optimizers(
         Snapshot(state=state.to_dict(), model=weights, trainer=trainer),
         packed=list(tree.get("optimizer_states") or []),
         schedulers=list(tree.get("lr_schedulers") or []),
-        scaler=scaler,
+        # The second name is that of older versions of Lightning.
+        scaler=tree.get("MixedPrecision") or tree.get("native_amp_scaling_state"),
         ordered=True,
         options=options,
         notes=notes,
@@ -213,13 +243,13 @@ def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState
     # At the end of an epoch Lightning saves before it counts the epoch as completed. It has counted it as processed by
     # then, or, during the validation after the last batch, only as ready.
     state.epoch = max(state.epoch, int(epochs.get("processed", 0)))
+    batches_in_epoch = int(batches.get("current", {}).get("completed", 0))
     if batches.get("is_last_batch", False):
         state.epoch = max(state.epoch, int(epochs.get("ready", 0)))
-    inside = int(batches.get("current", {}).get("completed", 0))
-    if inside and not batches.get("is_last_batch", False):
+    elif batches_in_epoch:
         notes.append(
-            f"The file was saved {inside} batches into epoch {state.epoch}. A resume restarts that epoch, since "
-            "Trainwright's data order differs from Lightning's."
+            f"The file was saved {batches_in_epoch} batches into epoch {state.epoch}. A resume restarts that epoch, "
+            "since Trainwright's data order differs from Lightning's."
         )
     if len(tree.get("optimizer_states") or []) > 1:
         notes.append(
@@ -236,40 +266,53 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
             "and load their weights by name in the task."
         )
     sharded = read_sharded(path)
-    single = next((name for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin") if name in names), None)
+    weights: Mapping[str, Any]
+    ordered = True
     if sharded is not None:
-        sharded.load()
-        weights, ordered = sharded.weights, True
+        weights = sharded.load().weights
         notes.extend(sharded.notes)
     elif names & {MODEL_INDEX, SINGLE_FILE}:
-        weights, ordered = read_model(path, copy=False), False
-    elif single is not None:
-        weights, ordered = _read_pickled(path / single, options, notes), True
+        weights = read_model(path, copy=False)
+        ordered = False
+    elif "pytorch_model.bin" in names:
+        weights = _read_pickled(path / "pytorch_model.bin", options, notes)
+    elif "pytorch_model_fsdp.bin" in names:
+        weights = _read_pickled(path / "pytorch_model_fsdp.bin", options, notes)
     else:
         raise CheckpointError(
             f"{path} has no {SINGLE_FILE}, {MODEL_INDEX} or pytorch_model.bin; its weights are missing."
         )
-    read = {name: _read_pickled(path / name, options, notes) for name in sorted(names) if _ACCELERATE.fullmatch(name)}
-    packed = list(_numbered(read, "optimizer")) if sharded is None else sharded.optimizers
-    state = TrainState(step=max((steps_of(item) for item in packed), default=0))
+    contents: dict[str, Any] = {}
+    # `scheduler_2.bin` is before `scheduler_10.bin`: the order in which the objects were prepared.
+    for name in sorted(sorted(names), key=_number):
+        if _ACCELERATE.fullmatch(name):
+            contents[name] = _read_pickled(path / name, options, notes)
+    packed = _numbered(contents, "optimizer") if sharded is None else sharded.optimizers
+    state = TrainState(step=_most_steps(packed))
     if sharded is not None and sharded.step is not None:
         state.step = sharded.step
     origin = "the optimizer's step count" if state.step else "unknown"
     if options.step is None:
         notes.append(f"Accelerate does not save the step; it is {state.step} ({origin}). Change it with --step.")
     notes.append("Accelerate does not save the epoch; a resume starts a new one. Set the finished epochs with --epoch.")
-    rng = [accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
-    if len(rng) > 1 and any(name.startswith("scheduler") for name in read):
+    schedulers = _numbered(contents, "scheduler")
+    rng = []
+    custom = {}
+    for name, content in contents.items():
+        if name.startswith("random_states_"):
+            rng.append(accelerate_rng(content))
+        elif name.startswith("custom_checkpoint_"):
+            custom[Path(name).stem] = content
+    if len(rng) > 1 and schedulers:
         notes.append(
             f"Accelerate by default steps schedulers once per process ({len(rng)}), and Trainwright once per step. "
             "Check the learning rate of the resumed run."
         )
-    custom = {Path(name).stem: value for name, value in read.items() if name.startswith("custom_checkpoint_")}
     return _with_optimizers(
         Snapshot(state=state.to_dict(), model=_state_dict(weights), trainer={"hyper_parameters": {}, "task": custom}),
         packed=packed,
-        schedulers=list(_numbered(read, "scheduler")),
-        scaler=read.get("scaler.pt"),
+        schedulers=schedulers,
+        scaler=contents.get("scaler.pt"),
         ordered=ordered,
         options=options,
         notes=notes,
@@ -277,22 +320,26 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
     )
 
 
-def _numbered(read: Mapping[str, Any], stem: str) -> Iterator[Any]:
-    """Yield the contents of `{stem}.bin`, `{stem}_1.bin`, ... in order."""
-    for name in sorted(read, key=_number):
-        if re.fullmatch(rf"{stem}(_\d+)?\.bin", name):
-            yield read[name]
-
-
 def _number(name: str) -> int:
-    found = re.search(r"_(\d+)\.", name)
-    return int(found[1]) if found else 0
+    """Return 3 for `scheduler_3.bin`, and 0 for `scheduler.bin`."""
+    match = re.search(r"_(\d+)\.", name)
+    return int(match[1]) if match else 0
+
+
+def _numbered(contents: Mapping[str, Any], stem: str) -> list[Any]:
+    """Return the contents of `{stem}.bin`, `{stem}_1.bin`, and so on, in the order of `contents`."""
+    return [content for name, content in contents.items() if re.fullmatch(rf"{stem}(_\d+)?\.bin", name)]
+
+
+def _most_steps(packed: list[Any]) -> int:
+    return max(map(steps_of, packed), default=0)
 
 
 def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -> Snapshot:
     notes.extend(sharded.notes)
     state = _lightning_progress(sharded.progress, notes)
-    state.step = state.step or max((steps_of(item) for item in sharded.optimizers), default=0)
+    if not state.step:
+        state.step = _most_steps(sharded.optimizers)
     if sharded.step is not None:
         state.step = sharded.step
     elif not sharded.progress and options.step is None:
@@ -329,30 +376,30 @@ def _with_optimizers(
     if not packed:
         notes.append("The source has no optimizer, so that the result holds weights only.")
         return snapshot
-    given, classes = list(options.param_names), list(options.optimizer_classes)
-    for what, values in (("param_names", given), ("optimizer_classes", classes)):
-        if values and len(values) != len(packed):
+    for option in ("param_names", "optimizer_classes"):
+        num_entries = len(getattr(options, option))
+        if num_entries not in (0, len(packed)):
             raise CheckpointError(
-                f"{what} has {len(values)} entries, expected one for each of {len(packed)} optimizers."
+                f"{option} has {num_entries} entries, expected one for each of {len(packed)} optimizers."
             )
-    trees = []
+    optimizers = []
     for number, state in enumerate(packed):
         try:
             tree = named_from_positions(
                 state,
                 snapshot.model or {},
                 ordered=ordered,
-                names=given[number] if given else None,
-                class_name=classes[number] if classes else None,
+                names=options.param_names[number] if options.param_names else None,
+                class_name=options.optimizer_classes[number] if options.optimizer_classes else None,
             )
         except NamesUnknown as error:
             notes.append(
                 f"Weights only: the state of optimizer {number} cannot be keyed by name: {error} {error.advice}"
             )
             return snapshot
-        trees.append(_savable(tree, f"optimizer {number}", notes))
+        optimizers.append(_savable(tree, f"optimizer {number}", notes))
     snapshot.kind = "full"
-    snapshot.optimizers = trees
+    snapshot.optimizers = optimizers
     snapshot.trainer |= {
         "callbacks": {},
         "schedulers": schedulers,
@@ -363,7 +410,8 @@ def _with_optimizers(
         "seed": 0,  # of the data order; every resume needs the same one
         "run_id": secrets.token_hex(8),
     }
-    snapshot.rng, snapshot.world_size = list(rng), len(rng)
+    snapshot.rng = list(rng)
+    snapshot.world_size = len(rng)
     if not rng:
         notes.append("The source has no states of random number generators; a resume seeds them again.")
     return snapshot
@@ -378,27 +426,34 @@ def _state_dict(values: object) -> dict[str, Any]:
     """Return a state dict without the name prefixes of DDP and `torch.compile`."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"the weights are a {type(values).__name__}, expected a dict of tensors by name.")
-    wrapped = bool(values) and all(name.startswith("module.") for name in values)
-    return {plain_name(name.removeprefix("module.") if wrapped else name): value for name, value in values.items()}
+    # A model may have a child `module`. DDP adds the prefix to all names.
+    if all(name.startswith("module.") for name in values):
+        values = {name.removeprefix("module."): value for name, value in values.items()}
+    return {plain_name(name): value for name, value in values.items()}
 
 
 def _find_state_dict(tree: object, path: Path, notes: list[str]) -> Mapping[str, Any]:
-    if isinstance(tree, Mapping):
-        if tree and all(isinstance(value, torch.Tensor) for value in tree.values()):
-            return tree
-        for key in _NESTED_KEYS:
-            found = tree.get(key)
-            if isinstance(found, Mapping) and any(isinstance(value, torch.Tensor) for value in found.values()):
-                others = [str(other) for other in tree if other != key]
-                if others:
-                    notes.append(f"The weights are those under {key!r}; skipped: {', '.join(others)}.")
-                return found
-        if any(isinstance(value, torch.Tensor) for value in tree.values()):
-            return tree
-    if isinstance(tree, torch.nn.Module):
+    if isinstance(tree, torch.nn.Module):  # with `trust_pickle`
         return tree.state_dict()
-    keys = f" with the keys {', '.join(map(str, list(tree)[:10]))}" if isinstance(tree, Mapping) else ""
-    raise CheckpointError(f"{path} has no state dict: it is a {type(tree).__name__}{keys}.")
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"{path} has no state dict: it is a {type(tree).__name__}.")
+    if tree and all(isinstance(value, torch.Tensor) for value in tree.values()):
+        return tree
+    for key in _NESTED_KEYS:
+        nested = tree.get(key)
+        if isinstance(nested, Mapping) and _has_tensors(nested):
+            skipped = [str(other) for other in tree if other != key]
+            if skipped:
+                notes.append(f"The weights are those under {key!r}; skipped: {', '.join(skipped)}.")
+            return nested
+    if _has_tensors(tree):
+        return tree
+    keys = ", ".join(map(str, list(tree)[:10]))
+    raise CheckpointError(f"{path} has no state dict: it is a {type(tree).__name__} with the keys {keys}.")
+
+
+def _has_tensors(values: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values.values())
 
 
 def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
@@ -412,30 +467,34 @@ def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
     if not unknown:
         return tree
     if not options.drop_unknown:
+        more = ", ..." if len(unknown) > 8 else ""
         raise CheckpointError(
-            f"{path} names {', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}, which is neither a tensor "
+            f"{path} names {', '.join(unknown[:8])}{more}, which is neither a tensor "
             "nor plain data. No code from the file was run. Pass --drop-unknown to skip such values without running "
             "code, or --trust-pickle to unpickle the file, which runs its code, if you trust its author."
         )
     dropped: list[str] = []
     tree = _without_unknown(tree, "", dropped)
-    notes.append(f"{path.name}: skipped: {', '.join(dropped[:20])}{', ...' if len(dropped) > 20 else ''}.")
+    more = ", ..." if len(dropped) > 20 else ""
+    notes.append(f"{path.name}: skipped: {', '.join(dropped[:20])}{more}.")
     return tree
 
 
 def _without_unknown(tree: object, path: str, dropped: list[str]) -> Any:
     """Return `tree` without dict entries whose value is a placeholder or a sequence with one."""
     if isinstance(tree, dict):
-        kept = {}
+        known = {}
         for key, value in tree.items():
-            here = f"{path}.{key}" if path else str(key)
+            entry_path = f"{path}.{key}" if path else str(key)
             if isinstance(key, Placeholder) or _is_unknown(value):
-                dropped.append(here)
+                dropped.append(entry_path)
             else:
-                kept[key] = _without_unknown(value, here, dropped)
-        return kept
+                known[key] = _without_unknown(value, entry_path, dropped)
+        return known
+    # A torch.Size is a tuple of numbers, which cannot be created from other objects.
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        return type(tree)(_without_unknown(value, f"{path}[{number}]", dropped) for number, value in enumerate(tree))
+        items = [_without_unknown(value, f"{path}[{number}]", dropped) for number, value in enumerate(tree)]
+        return type(tree)(items)
     if isinstance(tree, Placeholder):
         raise CheckpointError(
             f"the file is a {tree.name}, which cannot be read without running code of the file. Save its state dict."
@@ -453,26 +512,20 @@ def _savable(value: object, path: str, notes: list[str]) -> Any:
     """Return `value` without dict entries that a checkpoint cannot contain. Add a note for each such entry."""
     try:
         encode(value)
+        return value
     except CheckpointError:
         if not isinstance(value, (Mapping, list, tuple)):
             raise
-    else:
-        return value
     if not isinstance(value, Mapping):
         return [_savable(item, f"{path}[{number}]", notes) for number, item in enumerate(value)]
-    kept = {}
+    savable = {}
     for key, item in value.items():
         try:
-            encode({key: None})
-            kept[key] = _savable(item, f"{path}.{key}", notes)
+            encode({key: None})  # checks the key
+            savable[key] = _savable(item, f"{path}.{key}", notes)
         except CheckpointError as error:
             notes.append(f"Skipped: {path}.{key}: {error}")
-    return kept
-
-
-def _short(key: object) -> str:
-    """Return the callback's name from the key of its state."""
-    return str(key).partition("{")[0]
+    return savable
 
 
 def read_names(lines: Iterable[str]) -> list[str]:

@@ -28,10 +28,20 @@ _TORCH = "torch.distributed.checkpoint"
 
 
 class _Shard(NamedTuple):
+    """One shard, with the fields by which `ShardFiles` finds shards, and the function that reads it."""
+
     region: Region
     read: Callable[[], torch.Tensor]
     dtype: str
     shape: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """The location of a `torch.save` archive in a file, in bytes."""
+
+    file: Path
+    offset: int
+    length: int
 
 
 class ForeignShards(ShardFiles):
@@ -84,12 +94,13 @@ class Sharded:
         """Read all tensors into memory, and return this object. Tied tensors remain tied."""
         full: dict[int, torch.Tensor] = {}
 
+        # Tied names have one object. `==` of tensors compares elements, so that ids are the keys.
         def once(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in full:
                 full[id(tensor)] = loaded(tensor)
             return full[id(tensor)]
 
-        # The sources must stay alive until both are loaded, since their ids are the keys.
+        # One assignment after both are loaded: the sources must stay alive as long as their ids are keys.
         self.weights, self.optimizers = map_tensors(once, (self.weights, self.optimizers))
         return self
 
@@ -108,26 +119,39 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         )
     with reading(path, "is not metadata of torch.distributed.checkpoint"):
         data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES)
-        found = _Metadata(folder, parse_pickle(data, limit=MAX_PICKLE_BYTES, origin=str(path))[0])
-        entries = found.entries.items()
-        return _nested({tuple(found.paths.get(name, (name,))): found.value(name, entry) for name, entry in entries})
+        tree = parse_pickle(data, limit=MAX_PICKLE_BYTES, origin=str(path))[0]
+        metadata = _Metadata(folder, tree)
+        values: dict[tuple[str | int, ...], Any] = {}
+        for name, entry in metadata.entries.items():
+            value_path = tuple(metadata.paths.get(name, (name,)))
+            values[value_path] = metadata.value(name, entry)
+        return _nested(values)
 
 
 class _Metadata:
-    """The parsed metadata: the structure of the state dict, and the location of each block."""
+    """The parsed metadata: the structure of the state dict, and the location of each block.
+
+    Attributes:
+        entries: the metadata of each value, by its flattened name, such as `model.layers.0.weight`.
+        paths: the keys and indices of each value in the nested state dict, by flattened name.
+    """
 
     def __init__(self, folder: Path, tree: Any) -> None:
-        self._folder, self._origin = folder, folder / METADATA
+        self._folder = folder
+        self._origin = folder / METADATA
         state = self._state(tree, "metadata.Metadata")
         self.entries: dict[str, Any] = state["state_dict_metadata"]
         self.paths: Mapping[str, Any] = state.get("planner_data") or {}
         self._shards = ForeignShards()
         self._sizes: dict[Path, int] = {}
-        self._places: dict[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]] = {}
+        # Flattened name and offsets of the block → place. Values that are not tensors have no offsets.
+        self._places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         for index, info in state["storage_data"].items():
             key = self._state(index, "metadata.MetadataIndex")
-            offset = key.get("offset")
-            self._places[key["fqn"], None if offset is None else self._size(offset)] = self._place(info)
+            offsets = None
+            if key.get("offset") is not None:
+                offsets = self._size(key["offset"])
+            self._places[key["fqn"], offsets] = self._place(info)
 
     def value(self, name: str, entry: object) -> Any:
         """Return one value of the state dict. Tensors are read on use."""
@@ -135,8 +159,9 @@ class _Metadata:
             return self._read(self._places[name, None])
         state = self._state(entry, "metadata.TensorStorageMetadata")
         properties = self._state(state["properties"], "metadata.TensorProperties")
-        named = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-        dtype = STORABLE_DTYPES.get(named.name) if isinstance(named, Placeholder) else None
+        # `TensorProperties.__getstate__` returns a tuple that begins with the dtype.
+        named_dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+        dtype = STORABLE_DTYPES.get(named_dtype.name) if isinstance(named_dtype, Placeholder) else None
         if dtype is None:
             raise CheckpointError(f"{self._origin}: the dtype of {name!r} is not supported.")
         shape = self._size(state["size"])
@@ -149,23 +174,23 @@ class _Metadata:
             self._shards.add(name, region, shape, dtype, partial(self._tensor, place, dtype))
         return self._shards.full(name, shape, dtype, self._folder)
 
-    def _tensor(self, place: tuple[Path, int, int], dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, place: _Place, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._read(place)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-            raise CheckpointError(f"{place[0]} holds no {dtype} tensor at byte {place[1]}. It is damaged.")
+            raise CheckpointError(f"{place.file} holds no {dtype} tensor at byte {place.offset}. It is damaged.")
         return tensor
 
-    def _read(self, place: tuple[Path, int, int]) -> Any:
-        path, offset, length = place
-        tree, unknown = read_torch_file(path, span=(offset, length))
+    def _read(self, place: _Place) -> Any:
+        tree, unknown = read_torch_file(place.file, span=(place.offset, place.length))
         if unknown:
             raise CheckpointError(
-                f"{path} names {', '.join(unknown[:8])}, which is neither a tensor nor plain data. No code from the "
-                "file was run. Save the state dict without it."
+                f"{place.file} names {', '.join(unknown[:8])}, which is neither a tensor nor plain data. No code from "
+                "the file was run. Save the state dict without it."
             )
         return tree
 
-    def _place(self, info: object) -> tuple[Path, int, int]:
+    def _place(self, info: object) -> _Place:
+        """Return the place in a `_StorageInfo`, after checking that its file has these bytes."""
         state = self._state(info, "filesystem._StorageInfo")
         if state.get("transform_descriptors"):
             raise CheckpointError(f"{self._origin}: its files are compressed. Save them without extensions.")
@@ -174,15 +199,17 @@ class _Metadata:
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing. Copy the files of every rank into the folder.")
             self._sizes[path] = path.stat().st_size
-        offset, length = checked_size(state["offset"]), checked_size(state["length"])
+        offset = checked_size(state["offset"])
+        length = checked_size(state["length"])
         if offset + length > self._sizes[path]:
             raise CheckpointError(
                 f"{path} has {self._sizes[path]} bytes, expected at least {offset + length}: it is truncated. Copy it "
                 "again, or use another checkpoint."
             )
-        return path, offset, length
+        return _Place(path, offset, length)
 
     def _state(self, node: object, name: str) -> Any:
+        """Return the pickled fields of an object, whose class must be torch's `name`."""
         expected = f"{_TORCH}.{name}"
         got = node.name if isinstance(node, Placeholder) else type(node).__name__
         if not isinstance(node, Placeholder) or got != expected:
@@ -200,7 +227,10 @@ class _Metadata:
 
 
 def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Return nested dicts and lists from values by path. Integers in a path are indices of a list."""
+    """Return nested dicts and lists from values by path. Integers in a path are indices of a list.
+
+    For example, `{("a", 0): x, ("a", 1): y, ("b",): z}` becomes `{"a": [x, y], "b": z}`.
+    """
     root: dict[Any, Any] = {}
     for path, value in values.items():
         target = root
@@ -211,7 +241,9 @@ def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
     def listed(tree: object) -> Any:
         if type(tree) is not dict:
             return tree
-        made = {key: listed(value) for key, value in tree.items()}
-        return [made[key] for key in sorted(made)] if made and all(type(key) is int for key in made) else made
+        values = {key: listed(value) for key, value in tree.items()}
+        if values and all(type(key) is int for key in values):
+            return [values[key] for key in sorted(values)]
+        return values
 
     return {str(key): listed(value) for key, value in root.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from trainwright.core.errors import CheckpointError
 LATEST = "latest"
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# DeepSpeed's objects that are not needed; they are skipped.
+# Classes of DeepSpeed whose objects are in its files, and which the conversion does not need.
 _SKIPPED = frozenset(
     {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -33,22 +33,24 @@ _SKIPPED = frozenset(
         "deepspeed.utils.tensor_fragment.fragment_address",
     }
 )
+# The kind of the weights; see `_Zero`.
 _WEIGHT = "fp32"
 
 
 def find_deepspeed(folder: Path) -> Path | None:
     """Return the folder with the ranks' files: `folder`, or the folder that the file `latest` in it names, or None."""
-    if any(_MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()):
-        return folder
+    for path in folder.iterdir():
+        if _MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name):
+            return folder
     latest = folder / LATEST
     if not latest.is_file():
         return None
     with reading(latest):
         tag = read_bytes(latest, max_bytes=1024).decode().strip()
-    found = inside(folder, tag, str(latest))
-    if not found.is_dir():
+    tag_folder = inside(folder, tag, str(latest))
+    if not tag_folder.is_dir():
         raise CheckpointError(f"{latest} names the folder {tag!r}, which is missing. Copy it too.")
-    return found
+    return tag_folder
 
 
 def read_deepspeed(folder: Path) -> Sharded:
@@ -56,66 +58,108 @@ def read_deepspeed(folder: Path) -> Sharded:
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:
         raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt. Copy the files of every rank.")
-    first = models[0]
-    where = "tensor parallelism" if int(first.get("mp_world_size") or 1) > 1 else ""
-    where = "pipeline parallelism" if any(folder.glob("layer_*-model_states.pt")) else where
-    where = "experts" if any(folder.glob("layer_*_expert_*")) or any(folder.glob("expp_*")) else where
-    if where:
+    parallelism = _unsupported_parallelism(folder, models[0])
+    if parallelism is not None:
         raise CheckpointError(
-            f"{folder} was saved with {where}; only data parallelism is supported. Convert it with DeepSpeed first: "
-            "python -m deepspeed.checkpoint.ds_to_universal."
+            f"{folder} was saved with {parallelism}; only data parallelism is supported. Convert it with DeepSpeed "
+            "first: python -m deepspeed.checkpoint.ds_to_universal."
         )
-    shapes = first.get("param_shapes")
-    partitions = [state["optimizer_state_dict"] for state in _read_ranks(folder, _OPTIMIZER_FILE)]
     with reading(folder, "is not a supported checkpoint of DeepSpeed"):
-        schedulers = [scheduler] if (scheduler := first.get("lr_scheduler")) else []
-        state = Sharded("deepspeed", {}, step=int(first["global_steps"]), schedulers=schedulers)
-        if shapes is None:
-            state.weights, saved = dict(first["module"]), first.get("optimizer")
-            if isinstance(saved, Mapping) and "param_groups" in saved:
-                state.optimizers = [dict(saved)]
-            elif saved is not None:
-                state.notes.append(
-                    "The optimizer and its float32 weights are skipped: DeepSpeed's 16-bit optimizers are supported "
-                    "with ZeRO only. Save with stage 1 to convert them."
-                )
-            return state
-        ranks = int(first["dp_world_size"])
-        if len(partitions) != ranks:
-            raise CheckpointError(
-                f"{folder} has {len(partitions)} files *_optim_states.pt, expected one from each of {ranks} ranks. "
-                "Copy the files of every rank."
-            )
-        zero = _Zero(folder, [dict(group) for group in shapes], partitions)
-        found = {kind: zero.tensors(flat) for kind, flat in zero.flat.items()}
-        buffers = {name: first["module"][name] for name in first["buffer_names"]}
-        frozen = zero.frozen([model.get("frozen_param_fragments") or {} for model in models], first)
-        weights = {**found.pop(_WEIGHT), **buffers, **frozen}
-        for other, name in dict(first.get("shared_params") or {}).items():
-            weights[other] = weights[name]
-        order = [name for name in first["module"] if name in weights]
-        state.weights = {name: weights[name] for name in dict.fromkeys([*order, *weights])}
-        state.optimizers = _torch_state(zero, found, first, state.notes)
+        state = Sharded("deepspeed", {}, step=int(models[0]["global_steps"]))
+        scheduler = models[0].get("lr_scheduler")
+        if scheduler:
+            state.schedulers.append(scheduler)
+        # DeepSpeed saves the shapes only with ZeRO.
+        if models[0].get("param_shapes") is None:
+            _add_without_zero(state, models[0])
+        else:
+            _add_zero(state, folder, models)
     return state
+
+
+def _unsupported_parallelism(folder: Path, model: Mapping[str, Any]) -> str | None:
+    if any(folder.glob("layer_*_expert_*")) or any(folder.glob("expp_*")):
+        return "experts"
+    if any(folder.glob("layer_*-model_states.pt")):
+        return "pipeline parallelism"
+    if int(model.get("mp_world_size") or 1) > 1:
+        return "tensor parallelism"
+    return None
+
+
+def _add_without_zero(state: Sharded, model: Mapping[str, Any]) -> None:
+    """Add the weights and, if it is one of torch's optimizers, the optimizer."""
+    state.weights = dict(model["module"])
+    optimizer = model.get("optimizer")
+    if isinstance(optimizer, Mapping) and "param_groups" in optimizer:
+        state.optimizers = [dict(optimizer)]
+    elif optimizer is not None:
+        state.notes.append(
+            "The optimizer and its float32 weights are skipped: DeepSpeed's 16-bit optimizers are supported "
+            "with ZeRO only. Save with stage 1 to convert them."
+        )
+
+
+def _add_zero(state: Sharded, folder: Path, models: list[dict[str, Any]]) -> None:
+    """Add the weights and the optimizer that are partitioned over the ranks. `models` are the files of the ranks."""
+    first = models[0]
+    partitions = [rank["optimizer_state_dict"] for rank in _read_ranks(folder, _OPTIMIZER_FILE)]
+    num_ranks = int(first["dp_world_size"])
+    if len(partitions) != num_ranks:
+        raise CheckpointError(
+            f"{folder} has {len(partitions)} files *_optim_states.pt, expected one from each of {num_ranks} ranks. "
+            "Copy the files of every rank."
+        )
+    zero = _Zero(folder, [dict(group) for group in first["param_shapes"]], partitions)
+    tensors = {kind: zero.tensors(vectors) for kind, vectors in zero.vectors.items()}
+    # The float32 weights of the optimizer are more precise than the 16-bit weights in `module`.
+    weights = tensors.pop(_WEIGHT)
+    for name in first["buffer_names"]:
+        weights[name] = first["module"][name]
+    shared_params = dict(first.get("shared_params") or {})
+    if zero.is_stage_3:
+        weights |= zero.frozen(models)
+    else:
+        # Frozen parameters are not partitioned. DeepSpeed lists them from stage 2 on, so `module` is read.
+        for name, value in first["module"].items():
+            if name not in weights and name not in shared_params and isinstance(value, torch.Tensor):
+                weights[name] = value
+    for name, shared_with in shared_params.items():
+        weights[name] = weights[shared_with]
+    # `module` has the order of the model's modules, which names the parameters of an optimizer without names.
+    in_module = [name for name in first["module"] if name in weights]
+    state.weights = {name: weights[name] for name in dict.fromkeys([*in_module, *weights])}
+    if len(zero.groups) == len(zero.shapes):
+        state.optimizers = [_torch_state(zero, tensors, first)]
+    else:
+        state.notes.append(
+            f"Weights only: the optimizer has {len(zero.groups)} groups, and the model's parameters have "
+            f"{len(zero.shapes)}."
+        )
 
 
 def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
     """Read the files whose names match `pattern`, in the order of their ranks."""
-    names = {path.name: pattern.fullmatch(path.name) for path in folder.iterdir()}
-    ranks = sorted((int(found[1] or 0), name) for name, found in names.items() if found)
-    missing = next((rank for rank, (own, _) in enumerate(ranks) if rank != own), None)
-    if missing is not None:
-        raise CheckpointError(
-            f"{folder} has {ranks[-1][1]}, but no such file of rank {missing}. Copy the files of every rank. "
-            "Checkpoints with tensor parallelism are not supported."
-        )
-    states = []
-    for _, name in ranks:
-        tree, unknown = read_torch_file(folder / name)
-        strange = [one for one in unknown if one not in _SKIPPED]
-        if strange or not isinstance(tree, dict):
+    files = []
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match:
+            # `mp_rank_00_model_states.pt` has no data-parallel rank: one file for all ranks.
+            files.append((int(match[1] or 0), path))
+    files.sort()
+    for expected, (rank, _) in enumerate(files):
+        if rank != expected:
             raise CheckpointError(
-                f"{folder / name} names {', '.join(strange[:8]) or 'no dict'}, which is neither a tensor nor plain "
+                f"{folder} has {files[-1][1].name}, but no such file of rank {expected}. Copy the files of every rank. "
+                "Checkpoints with tensor parallelism are not supported."
+            )
+    states = []
+    for _, path in files:
+        tree, classes = read_torch_file(path)
+        unknown = [name for name in classes if name not in _SKIPPED]
+        if unknown or not isinstance(tree, dict):
+            raise CheckpointError(
+                f"{path} names {', '.join(unknown[:8]) or 'no dict'}, which is neither a tensor nor plain "
                 "data. No code from the file was run. Save without client_state objects."
             )
         states.append(tree)
@@ -123,105 +167,158 @@ def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
 
 
 class _Zero:
-    """The partitions of all ranks by kind: `"fp32"` (weights), or an optimizer state such as `"exp_avg"`."""
+    """The partitions of all ranks by kind: `"fp32"` (weights), or an optimizer state such as `"exp_avg"`.
+
+    Attributes:
+        is_stage_3: False for stages 1 and 2, whose files are the same.
+        shapes: for each parameter group, the shapes of its trainable parameters by name.
+        groups: the parameter groups of the optimizer, without parameters.
+        vectors: kind → rank → group (stage 3: sub-group) → flat vector.
+        plain: values that are not partitioned, such as the step, by group (stage 3: sub-group).
+    """
 
     def __init__(self, folder: Path, shapes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
-        self.folder, self.shapes = folder, shapes
-        self._is_stage_3 = "fp32_flat_groups" in ranks[0]
-        saved = [rank["optimizer_state_dict" if self._is_stage_3 else "base_optimizer_state"] for rank in ranks]
+        self._folder = folder
+        self.is_stage_3 = "fp32_flat_groups" in ranks[0]
+        self._paddings = ranks[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+        self.shapes = shapes
+        if self.is_stage_3:
+            weights_key = "fp32_flat_groups"
+            state_key = "optimizer_state_dict"
+        else:
+            weights_key = "single_partition_of_fp32_groups"
+            state_key = "base_optimizer_state"
+        saved = [rank[state_key] for rank in ranks]
+        # An elastic checkpoint has a list of states there, without the parameter groups.
         if not isinstance(saved[0], Mapping):
             raise CheckpointError(
                 f"{folder} is an elastic checkpoint, which is not supported. Save it with "
                 '{"zero_optimization": {"elastic_checkpoint": false}}.'
             )
         self.groups = [dict(group) for group in saved[0]["param_groups"]]
-        key = "fp32_flat_groups" if self._is_stage_3 else "single_partition_of_fp32_groups"
-        weights = [list(rank[key]) for rank in ranks]
-        numbers = range(len(weights[0]))
-        # kind → rank → group (stage 3: sub-group) → flat vector
-        self.flat: dict[str, list[list[torch.Tensor]]] = {_WEIGHT: weights}
-        # Values that are not partitioned, such as the step, by group.
-        self.plain: list[dict[str, Any]] = [{} for _ in numbers]
-        for kind in dict.fromkeys(kind for number in numbers for kind in saved[0]["state"].get(number, {})):
-            values = [[rank["state"][number][kind] for number in numbers] for rank in saved]
-            if all(
-                isinstance(value, torch.Tensor) and value.shape == flat.shape and value.dim() == 1
-                for value, flat in zip(values[0], weights[0], strict=True)
-            ):
-                self.flat[kind] = values
+        weights = [list(rank[weights_key]) for rank in ranks]
+        self.vectors: dict[str, list[list[torch.Tensor]]] = {_WEIGHT: weights}
+        self.plain: list[dict[str, Any]] = [{} for _ in weights[0]]
+        self._add_optimizer_states([rank["state"] for rank in saved])
+
+    def _add_optimizer_states(self, states: list[Mapping[int, Mapping[str, Any]]]) -> None:
+        """Add rank → group → kind → value. Values with the shape of the group's weights are partitioned."""
+        numbers = range(len(self.plain))
+        kinds: dict[str, None] = {}
+        for number in numbers:
+            kinds |= dict.fromkeys(states[0].get(number, {}))
+        for kind in kinds:
+            values = [[state[number][kind] for number in numbers] for state in states]
+            if all(map(_is_vector_like, values[0], self.vectors[_WEIGHT][0])):
+                self.vectors[kind] = values
             else:
                 for number in numbers:
                     self.plain[number][kind] = values[0][number]
-        self._paddings = ranks[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
 
-    def tensors(self, flat: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the full tensors of one kind, by parameter."""
+    def tensors(self, vectors: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return the full tensors of one kind, by parameter. They are read on use."""
         shards = ForeignShards()
-        found: dict[str, torch.Tensor] = {}
-        begin = 0
+        if self.is_stage_3:
+            self._add_stage_3(shards, vectors)
+        else:
+            self._add_stage_2(shards, vectors)
+        dtype = vectors[0][0].dtype
+        full: dict[str, torch.Tensor] = {}
+        for group in self.shapes:
+            for name, size in group.items():
+                full[name] = shards.full(name, tuple(size), dtype, self._folder)
+        return full
+
+    def _add_stage_2(self, shards: ForeignShards, vectors: list[list[torch.Tensor]]) -> None:
+        """Add the parameters of stages 1 and 2, which are consecutive in the joined partitions of their group."""
         for number, group in enumerate(self.shapes):
-            # The vectors that hold a parameter, one after the other: those of each rank, or those of all ranks.
-            sources = flat if self._is_stage_3 else [[vectors[number] for vectors in flat]]
-            begin = begin if self._is_stage_3 else 0
-            for place, (name, size) in enumerate(group.items()):
-                shape, count = tuple(size), math.prod(size)
-                length = -(-count // len(sources))
-                for rank, vectors in enumerate(sources):
+            partitions = [groups[number] for groups in vectors]
+            begin = 0
+            for (name, size), padding in zip(group.items(), self._paddings[number], strict=True):
+                count = math.prod(size)
+                for span, values in _cut(partitions, begin, count):
+                    shards.add(name, span, tuple(size), values.dtype, values.detach)
+                begin += count + int(padding)
+
+    def _add_stage_3(self, shards: ForeignShards, vectors: list[list[torch.Tensor]]) -> None:
+        """Add the parameters of stage 3, which are consecutive in the joined sub-groups of each rank, in shards."""
+        begin = 0
+        for group in self.shapes:
+            for name, size in group.items():
+                count = math.prod(size)
+                # 10 elements on 4 ranks: 3, 3, 3 and 1. The last rank has 2 elements of padding.
+                length = math.ceil(count / len(vectors))
+                for rank, sub_groups in enumerate(vectors):
                     first = rank * length
-                    for region, values in _cut(vectors, begin, min(length, count - first), first):
-                        shards.add(name, region, shape, values.dtype, values.detach)
-                begin += length if self._is_stage_3 else count + int(self._paddings[number][place])
-                found[name] = shards.full(name, shape, flat[0][0].dtype, self.folder)
-        return found
+                    for span, values in _cut(sub_groups, begin, min(length, count - first), first):
+                        shards.add(name, span, tuple(size), values.dtype, values.detach)
+                begin += length
 
-    def frozen(self, fragments: list[Mapping[str, torch.Tensor]], first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the full frozen parameters. In stage 3, each rank has a shard of each frozen parameter."""
-        found: dict[str, torch.Tensor] = {}
-        for name, size in (first.get("frozen_param_shapes") or {}).items():
-            parts = [ranks[name].view(-1) for ranks in fragments] if self._is_stage_3 else [fragments[0][name].view(-1)]
-            found[name] = torch.cat(parts)[: math.prod(size)].view(tuple(size))
-        return found
+    def frozen(self, models: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return the full frozen parameters of stage 3, in which each rank's model file has a shard of each."""
+        full: dict[str, torch.Tensor] = {}
+        for name, size in (models[0].get("frozen_param_shapes") or {}).items():
+            parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
+            full[name] = torch.cat(parts)[: math.prod(size)].view(tuple(size))
+        return full
 
 
-def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Yield elements `[begin, begin + count)` of concatenated vectors, with spans in a tensor that begin at `first`."""
-    start, end = 0, begin + max(count, 0)
+def _is_vector_like(value: object, vector: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == vector.shape and value.dim() == 1
+
+
+def _cut(
+    vectors: Iterable[torch.Tensor], begin: int, count: int, first: int = 0
+) -> Iterator[tuple[Span, torch.Tensor]]:
+    """Yield elements `[begin, begin + count)` of concatenated vectors, with spans in a tensor that begin at `first`.
+
+    With vectors of 4 and 6 elements, begin=3 and count=3, this yields Span(0, 1) with `vectors[0][3:4]` and Span(1, 3)
+    with `vectors[1][0:2]`. Nothing is yielded if `count` is negative.
+    """
+    end = begin + count
+    start = 0  # of the vector in the concatenation
     for vector in vectors:
-        low, high = max(begin, start), min(end, start + vector.numel())
+        low = max(begin, start)
+        high = min(end, start + vector.numel())
         if low < high:
             yield Span(first + low - begin, first + high - begin), vector[low - start : high - start]
         start += vector.numel()
 
 
 def _torch_state(
-    zero: _Zero, kinds: Mapping[str, Mapping[str, torch.Tensor]], first: Mapping[str, Any], notes: list[str]
-) -> list[Any]:
-    """Return a list with the optimizer's torch state dict, by parameter name. Empty if its groups do not fit."""
-    if len(zero.groups) != len(zero.shapes):
-        notes.append(
-            f"Weights only: the optimizer has {len(zero.groups)} groups, and the model's parameters have "
-            f"{len(zero.shapes)}."
-        )
-        return []
+    zero: _Zero, tensors: Mapping[str, Mapping[str, torch.Tensor]], model: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the optimizer's torch state dict with parameter names, from `tensors` (kind → name → full tensor)."""
     state: dict[str, dict[str, Any]] = {}
-    for number, group in enumerate(zero.shapes):
+    groups: list[dict[str, Any]] = []
+    for number, shapes in enumerate(zero.shapes):
+        group = dict(zero.groups[number])
+        # Stage 3 has values by sub-group. All have the same step, so that any of them fits.
         plain = dict(zero.plain[min(number, len(zero.plain) - 1)])
-        step = plain.pop("step", zero.groups[number].pop("step", first["global_steps"]))
-        plain["step"] = torch.as_tensor(step, dtype=torch.float32)
-        for name in group:
-            state[name] = {**plain, **{kind: values[name] for kind, values in kinds.items()}} if kinds else {}
-    groups: Sequence[dict[str, Any]] = zero.groups
-    if "bias_correction" in groups[0]:
-        groups = [_as_adam(group, first.get("ds_config") or {}) for group in groups]
-    named = [{**group, "params": list(names)} for group, names in zip(groups, zero.shapes, strict=True)]
-    return [{"state": state, "param_groups": named}]
+        # Older versions of FusedAdam have the step in the group, all other optimizers in the state.
+        group_step = group.pop("step", model["global_steps"])
+        plain["step"] = torch.as_tensor(plain.get("step", group_step), dtype=torch.float32)
+        for name in shapes:
+            # SGD without momentum has no state.
+            state[name] = {}
+            if tensors:
+                state[name] |= plain
+                state[name] |= {kind: values[name] for kind, values in tensors.items()}
+        if "bias_correction" in zero.groups[0]:
+            group = _as_adam(group, model.get("ds_config") or {})
+        groups.append({**group, "params": list(shapes)})
+    return {"state": state, "param_groups": groups}
 
 
 def _as_adam(group: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a parameter group of DeepSpeed's CPUAdam or FusedAdam to a group of torch's AdamW or Adam."""
-    given = config.get("optimizer") or {}
-    parameters = given.get("params") or {}
-    is_decoupled = given.get("type", "AdamW").lower() == "adamw" or bool(parameters.get("adam_w_mode", True))
-    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    [own] = kind([torch.nn.Parameter(torch.zeros(1))]).state_dict()["param_groups"]
-    return {key: tuple(group[key]) if key == "betas" else group.get(key, value) for key, value in own.items()}
+    optimizer = config.get("optimizer") or {}
+    parameters = optimizer.get("params") or {}
+    is_decoupled = optimizer.get("type", "AdamW").lower() == "adamw" or bool(parameters.get("adam_w_mode", True))
+    cls = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    [converted] = cls([torch.nn.Parameter(torch.zeros(1))]).state_dict()["param_groups"]
+    for key in converted:
+        if key in group:
+            converted[key] = group[key]
+    converted["betas"] = tuple(converted["betas"])
+    return dict(converted)

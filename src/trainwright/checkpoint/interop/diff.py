@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from trainwright.checkpoint.disk.untrusted import reading
-from trainwright.checkpoint.format.codec import FindShards, read_tree
+from trainwright.checkpoint.format.codec import read_tree
 from trainwright.checkpoint.format.layout import OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, Manifest, numbered
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
 from trainwright.checkpoint.format.reader import find_shards
@@ -71,14 +72,19 @@ class CheckpointDifference:
 
     def largest(self) -> TensorDifference | None:
         """Return the first tensor with the largest `max_abs`, or None. NaN counts as infinite."""
-        compared = [item for item in self.tensors if item.max_abs is not None]
-        return max(compared, key=lambda item: _size(item.max_abs), default=None)
+        largest = None
+        largest_size = -1.0
+        for item in self.tensors:
+            if item.max_abs is None:
+                continue
+            size = math.inf if math.isnan(item.max_abs) else item.max_abs
+            if size > largest_size:
+                largest = item
+                largest_size = size
+        return largest
 
 
-def _size(difference: float | None) -> float:
-    return math.inf if difference is None or math.isnan(difference) else difference
-
-
+# The value of an entry that one of two trees does not have. None is a value that trees may have.
 _MISSING: Any = object()
 
 
@@ -91,141 +97,166 @@ def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifferenc
     Raises:
         CheckpointError: a file is missing or has a wrong size.
     """
-    sides = Path(left), Path(right)
-    manifests = read_manifest(sides[0]), read_manifest(sides[1])
-    for path in sides:
-        problems = verify(path, hashes=False)
-        if problems:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
-    found = CheckpointDifference()
-    _compare_trees(found, "manifest", *(_facts(manifest) for manifest in manifests))
-    for part in dict.fromkeys([*manifests[0].parts, *manifests[1].parts]):
-        has = [part in manifest.parts for manifest in manifests]
-        if not all(has):
-            (found.only_left if has[0] else found.only_right).append(part)
-        elif manifests[0].parts[part].files != manifests[1].parts[part].files:
+    left_side = _Side.of(Path(left))
+    right_side = _Side.of(Path(right))
+    left_parts = left_side.manifest.parts
+    right_parts = right_side.manifest.parts
+    difference = CheckpointDifference()
+    _compare_trees(difference, "manifest", left_side.facts(), right_side.facts())
+    for part in dict.fromkeys([*left_parts, *right_parts]):
+        if part not in right_parts:
+            difference.only_left.append(part)
+        elif part not in left_parts:
+            difference.only_right.append(part)
+        elif left_parts[part].files != right_parts[part].files:  # sizes and hashes by name
             with reading(f"the part {part!r} of {left} or {right}"):
-                _compare_part(found, part, sides, manifests)
-    return found
+                _compare_part(difference, part, left_side, right_side)
+    return difference
 
 
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "step": manifest.step,
-        "epoch": manifest.epoch,
-        "kind": manifest.kind,
-        "topology": manifest.topology,
-        "versions": manifest.versions,
-        "metrics": manifest.metrics,
-    }
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two checkpoints. Its files are read on use, and tensors remain mapped to them."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def of(cls, folder: Path) -> _Side:
+        side = cls(folder, read_manifest(folder))
+        problems = verify(folder, hashes=False)
+        if problems:
+            raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}.")
+        return side
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values of the manifest that are compared: all except times and hashes."""
+        return {
+            "step": self.manifest.step,
+            "epoch": self.manifest.epoch,
+            "kind": self.manifest.kind,
+            "topology": self.manifest.topology,
+            "versions": self.manifest.versions,
+            "metrics": self.manifest.metrics,
+        }
+
+    def trainer_tree(self) -> Any:
+        return read_tree(self.folder, TRAINER_STEM, copy=False)
+
+    def trees(self, part: str) -> list[Any]:
+        """Return the state trees of the optimizers or of the ranks' generators."""
+        if part == "rng":
+            stems = numbered(self.manifest.parts[part].files, RNG_FOLDER, "rank")
+            return [read_tree(self.folder, stem, copy=False) for stem in stems]
+        stems = numbered(self.manifest.parts[part].files, OPTIMIZER_FOLDER, "optimizer")
+        shards = find_shards(FoundCheckpoint(self.folder, self.manifest), part, copy=False)
+        return [read_tree(self.folder, stem, copy=False, shards=shards) for stem in stems]
 
 
-def _compare_part(
-    found: CheckpointDifference, part: str, sides: tuple[Path, Path], manifests: tuple[Manifest, Manifest]
-) -> None:
+def _compare_part(difference: CheckpointDifference, part: str, left: _Side, right: _Side) -> None:
     if part == "model":
-        _compare_models(found, *sides)
-        return
-    if part == "trainer":
-        _compare_trees(found, part, *(_mapped_tree(path, TRAINER_STEM) for path in sides))
-        return
-    folder, stem = {"optimizer": (OPTIMIZER_FOLDER, "optimizer"), "rng": (RNG_FOLDER, "rank")}[part]
-    stems = [numbered(manifest.parts[part].files, folder, stem) for manifest in manifests]
-    shards = [
-        find_shards(FoundCheckpoint(side, manifest), part, copy=False) if part == "optimizer" else None
-        for side, manifest in zip(sides, manifests, strict=True)
-    ]
-    for number in range(max(map(len, stems))):
-        path = f"{part}[{number}]"
-        if all(number < len(names) for names in stems):
-            names = [item[number] for item in stems]
-            _compare_trees(found, path, *map(_mapped_tree, sides, names, shards))
-        else:
-            (found.only_left if number < len(stems[0]) else found.only_right).append(path)
+        _compare_models(difference, left.folder, right.folder)
+    elif part == "trainer":
+        _compare_trees(difference, part, left.trainer_tree(), right.trainer_tree())
+    else:
+        # A list, so that the paths are `optimizer[0]`, `rng[0]`, and so on.
+        _compare_trees(difference, part, left.trees(part), right.trees(part))
 
 
-def _mapped_tree(folder: Path, stem: str, shards: FindShards | None = None) -> Any:
-    """Read a state tree (see `codec`) whose tensors stay mapped to their files."""
-    return read_tree(folder, stem, copy=False, shards=shards)
-
-
-def _compare_models(found: CheckpointDifference, left: Path, right: Path) -> None:
-    sides = [_by_name(stored_tensors(path)) for path in (left, right)]
-    for name in dict.fromkeys([*sides[0], *sides[1]]):
+def _compare_models(difference: CheckpointDifference, left: Path, right: Path) -> None:
+    left_tensors = _tensors_by_name(left)
+    right_tensors = _tensors_by_name(right)
+    for name in dict.fromkeys([*left_tensors, *right_tensors]):
         path = f"model.{name}"
-        if name not in sides[0] or name not in sides[1]:
-            (found.only_left if name in sides[0] else found.only_right).append(path)
+        if name not in right_tensors:
+            difference.only_left.append(path)
+        elif name not in left_tensors:
+            difference.only_right.append(path)
         else:
-            _compare_tensors(found, path, sides[0][name].read(), sides[1][name].read())
+            _compare_tensors(difference, path, left_tensors[name].read(), right_tensors[name].read())
 
 
-def _by_name(stored: tuple[list[StoredTensor], dict[str, str]]) -> dict[str, StoredTensor]:
-    tensors, tied = stored
+def _tensors_by_name(folder: Path) -> dict[str, StoredTensor]:
+    tensors, tied = stored_tensors(folder)
     by_name = {tensor.name: tensor for tensor in tensors}
-    return by_name | {name: by_name[first] for name, first in tied.items()}
+    for name, first in tied.items():
+        by_name[name] = by_name[first]
+    return by_name
 
 
-def _compare_trees(found: CheckpointDifference, path: str, left: object, right: object) -> None:
+def _compare_trees(difference: CheckpointDifference, path: str, left: object, right: object) -> None:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        _compare_tensors(found, path, loaded(left), loaded(right))
+        _compare_tensors(difference, path, loaded(left), loaded(right))
         return
     if type(left) is type(right) and isinstance(left, (Mapping, list, tuple)):
-        for key, one, other in _pairs(left, right):
-            here = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
-            if one is _MISSING or other is _MISSING:
-                (found.only_right if one is _MISSING else found.only_left).append(here)
+        for key, left_value, right_value in _entries(left, right):
+            entry_path = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
+            if left_value is _MISSING:
+                difference.only_right.append(entry_path)
+            elif right_value is _MISSING:
+                difference.only_left.append(entry_path)
             else:
-                _compare_trees(found, here, one, other)
+                _compare_trees(difference, entry_path, left_value, right_value)
         return
     if not _same_value(left, right):
-        found.values.append(ValueDifference(path, _shown(left), _shown(right)))
+        difference.values.append(ValueDifference(path, _text_of(left), _text_of(right)))
 
 
-def _pairs(left: Any, right: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _entries(left: Any, right: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the keys or indices of two mappings or sequences, with the value of each, which may be `_MISSING`."""
     if isinstance(left, Mapping):
         for key in dict.fromkeys([*left, *right]):
             yield key, left.get(key, _MISSING), right.get(key, _MISSING)
-        return
-    for number in range(max(len(left), len(right))):
-        yield number, *(side[number] if number < len(side) else _MISSING for side in (left, right))
+    else:
+        for index, pair in enumerate(zip_longest(left, right, fillvalue=_MISSING)):
+            yield index, *pair
 
 
 def _same_value(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, (np.ndarray, np.generic)):
-        return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        return bool(left.tobytes() == right.tobytes())
     if isinstance(left, float):
         return left == right or (math.isnan(left) and math.isnan(right))
     return bool(left == right)
 
 
-def _compare_tensors(found: CheckpointDifference, path: str, left: torch.Tensor, right: torch.Tensor) -> None:
-    found.num_tensors += 1
+def _compare_tensors(difference: CheckpointDifference, path: str, left: torch.Tensor, right: torch.Tensor) -> None:
+    difference.num_tensors += 1
     if left.dtype != right.dtype or left.shape != right.shape:
-        found.tensors.append(TensorDifference(path, None, _described(left), _described(right)))
+        difference.tensors.append(TensorDifference(path, None, _described(left), _described(right)))
     elif not _same_bits(left, right):
-        found.tensors.append(TensorDifference(path, _max_abs(left, right), _described(left), _described(right)))
+        difference.tensors.append(TensorDifference(path, _max_abs(left, right), _described(left), _described(right)))
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    views = [tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)]
-    return torch.equal(*views)
+    """Return whether two tensors of one shape and dtype are equal in all bits, so that 0.0 and -0.0 differ."""
+    return torch.equal(_as_bytes(left), _as_bytes(right))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Conjugated and negated views have the bits of their base.
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _max_abs(left: torch.Tensor, right: torch.Tensor) -> float:
     """Return the largest absolute difference. Two NaNs, and two equal infinities, count as equal."""
     wide = torch.complex128 if left.is_complex() else torch.float64
-    one, other = left.to(wide), right.to(wide)
-    same = (one == other) | (one.isnan() & other.isnan())
-    return float((one - other).abs().masked_fill_(same, 0.0).max())
+    wide_left = left.to(wide)
+    wide_right = right.to(wide)
+    # inf - inf is NaN, so equal elements are set to 0 after the subtraction.
+    is_same = (wide_left == wide_right) | (wide_left.isnan() & wide_right.isnan())
+    return float((wide_left - wide_right).abs().masked_fill_(is_same, 0.0).max())
 
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _shown(value: object, limit: int = 120) -> str:
+def _text_of(value: object, limit: int = 120) -> str:
     if isinstance(value, torch.Tensor):
         return _described(value)
     text = repr(value)

@@ -49,8 +49,9 @@ Layout = Literal["single", "sharded"]
 # The dtypes that floating-point tensors can be converted to.
 EXPORT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a sharded model, in its folder
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-# Exports use the format's names of dtypes that checkpoints store as views of plain ones. The bytes are the same.
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # not the 1-byte dtypes, whose values need scales
+# Exports use the format's names of dtypes that checkpoints store as views of plain ones, such as float8 as bytes. The
+# bytes are the same.
 _NATIVE = {str(dtype): name for dtype, name in NATIVE_NAMES.items()}
 
 
@@ -85,7 +86,10 @@ class StoredTensor:
     @property
     def like(self) -> torch.Tensor:
         """Meta tensor with the shape and dtype to write."""
-        dtype = NAMED_DTYPES.get(self.dtype) if self.write_as is None else EXPORT_DTYPES[self.write_as]
+        if self.write_as is None:
+            dtype = NAMED_DTYPES.get(self.dtype)
+        else:
+            dtype = EXPORT_DTYPES[self.write_as]
         if dtype is None:
             raise CheckpointError(f"{self.name!r} in {self.file} has the dtype {self.dtype!r}, which torch lacks.")
         return torch.empty(self.shape, dtype=dtype, device="meta")
@@ -117,6 +121,8 @@ class Exported:
 
 @dataclass
 class _Model:
+    """The tensors of a model in order, tied name → first name, and the names of entries that are not tensors."""
+
     tensors: list[StoredTensor]
     tied: dict[str, str]
     extra: list[str]
@@ -152,7 +158,8 @@ def export_weights(
         CheckpointError: `source` is damaged or has no weights, `target` exists, `layout` or `dtype` is unknown, or
             safetensors cannot store a tensor.
     """
-    source, target = Path(source), Path(target)
+    source = Path(source)
+    target = Path(target)
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise CheckpointError(f"dtype={dtype!r}, expected one of {', '.join(EXPORT_DTYPES)}.")
     if layout not in ("single", "sharded"):
@@ -161,20 +168,22 @@ def export_weights(
         raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
     model = _read_layout(_model_folder(source, check))
     tensors = model.tensors
+    tied = model.tied
     if expand_tied:
         by_name = {tensor.name: tensor for tensor in tensors}
-        tensors = [*tensors, *(replace(by_name[first], name=name) for name, first in model.tied.items())]
+        tensors = [*tensors, *(replace(by_name[first], name=name) for name, first in tied.items())]
+        tied = {}
     if dtype is not None:
-        tensors = [replace(tensor, write_as=dtype if tensor.dtype in _FLOATS else None) for tensor in tensors]
-    notes = {} if expand_tied else model.tied
+        tensors = [replace(tensor, write_as=dtype) if tensor.dtype in _FLOATS else tensor for tensor in tensors]
     make_folder(target.parent)
     temporary = hidden(target, "tmp")
     try:
         if layout == "single":
-            _write_file(temporary, tensors, notes)
-            names = [Path()]
+            _write_file(temporary, tensors, tied)
+            files = [target]
         else:
-            names = _write_shards(temporary, tensors, notes, max_shard_bytes)
+            names = _write_shards(temporary, tensors, tied, max_shard_bytes)
+            files = [target / name for name in names]
         rename(temporary, target)
     except BaseException:
         if temporary.is_dir():
@@ -182,11 +191,11 @@ def export_weights(
         temporary.unlink(missing_ok=True)
         raise
     return Exported(
-        [target / name for name in names],
-        len(tensors),
-        sum(tensor.num_bytes for tensor in tensors),
-        dict(notes),
-        model.extra,
+        files=files,
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+        tied=dict(tied),
+        left_out=model.extra,
     )
 
 
@@ -210,20 +219,26 @@ def _model_folder(source: Path, check: bool) -> Path:
 
 
 def _read_layout(folder: Path, *, native: bool = True) -> _Model:
-    path = folder / MODEL_INDEX
+    """Read the headers of a model's files, in whichever of the three layouts the folder has.
+
+    Args:
+        folder: the model folder.
+        native: use the format's names of dtypes. False uses the dtypes in the files.
+    """
     with reading(folder):
         if (folder / _STATE).is_file():
             return _read_sharded(folder, native)
-        if not path.is_file():
+        if not (folder / MODEL_INDEX).is_file():
             single = inside(folder, SINGLE_FILE, str(folder))
-            return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
-        index = read_index(path)
-        found = {
-            tensor.name: tensor
-            for shard, names in index.shards.items()
-            for tensor in _described(shard, names, index.dtypes, native)
-        }
-        return _Model([found[name] for name in index.names], index.tied, [] if index.extra is None else [index.extra])
+            names = [name for name in read_header(single) if name != "__metadata__"]
+            return _Model(_described(single, names, {}, native), {}, [])
+        index = read_index(folder / MODEL_INDEX)
+        by_name: dict[str, StoredTensor] = {}
+        for shard, names in index.shards.items():
+            for tensor in _described(shard, names, index.dtypes, native):
+                by_name[tensor.name] = tensor
+        extra = [] if index.extra is None else [index.extra]
+        return _Model([by_name[name] for name in index.names], index.tied, extra)
 
 
 def _read_sharded(folder: Path, native: bool) -> _Model:
@@ -234,22 +249,29 @@ def _read_sharded(folder: Path, native: bool) -> _Model:
     tree = read_tree(folder, stem, copy=False, shards=functools.cache(shards.find))
     if not isinstance(tree, dict):
         raise CheckpointError(f"{folder / _STATE} holds a {type(tree).__name__}, expected a dictionary.")
-    found: list[StoredTensor] = []
-    tied: dict[str, str] = {}
-    first: dict[int, str] = {}
+    model = _Model([], {}, [])
+    # `cache` returns one object for all names of a tied tensor. `tree` keeps the objects alive, so ids are unique.
+    first_names: dict[int, str] = {}
     for name, value in tree.items():
         if not isinstance(value, torch.Tensor):
+            # All entries that are not tensors are in one file.
+            model.extra = [stem]
             continue
-        if first.setdefault(id(value), name) != name:
-            tied[name] = first[id(value)]
+        first_name = first_names.setdefault(id(value), name)
+        if first_name != name:
+            model.tied[name] = first_name
             continue
-        dtype, shape = dtype_name(value.dtype), tuple(value.shape)
-        if dtype.startswith("torch."):
-            stored = to_storable(torch.empty(shape, dtype=value.dtype))[0]
-            dtype, shape = (_native(name, dtype), shape) if native else (dtype_name(stored.dtype), tuple(stored.shape))
-        found.append(StoredTensor(name, folder / _STATE, name, dtype, shape, value=value))
-    extra = [stem] if any(not isinstance(value, torch.Tensor) for value in tree.values()) else []
-    return _Model(found, tied, extra)
+        dtype = dtype_name(value.dtype)
+        shape = tuple(value.shape)
+        if dtype.startswith("torch."):  # stored as a view of a plain dtype
+            if native:
+                dtype = _native(name, dtype)
+            else:
+                stored = to_storable(torch.empty(shape, dtype=value.dtype))[0]
+                dtype = dtype_name(stored.dtype)
+                shape = tuple(stored.shape)
+        model.tensors.append(StoredTensor(name, folder / _STATE, name, dtype, shape, value=value))
+    return model
 
 
 def _native(name: str, dtype: str) -> str:
@@ -258,23 +280,21 @@ def _native(name: str, dtype: str) -> str:
     return _NATIVE[dtype]
 
 
-def _entries(file: Path) -> Iterator[str]:
-    return (name for name in read_header(file) if name != "__metadata__")
-
-
 def _described(file: Path, names: list[str], dtypes: Mapping[str, str], native: bool) -> list[StoredTensor]:
+    """Return the tensors `names` of a file. `dtypes` has the dtypes of those that are stored as views."""
     header = read_header(file)
-    found = []
+    tensors = []
     for name in names:
         if name not in header:
             raise CheckpointError(f"{file} has no tensor {name!r}.")
-        dtype, shape = str(header[name]["dtype"]), tuple(int(size) for size in header[name]["shape"])
-        special = dtypes.get(name)
-        if special is not None and native:
-            dtype = _native(name, special)
-            shape = shape[:-1] if dtype == "C64" else shape  # stored as pairs of real numbers
-        found.append(StoredTensor(name, file, name, dtype, shape))
-    return found
+        dtype = str(header[name]["dtype"])
+        shape = tuple(int(size) for size in header[name]["shape"])
+        if native and name in dtypes:
+            dtype = _native(name, dtypes[name])
+            if dtype == "C64":  # stored as pairs of real numbers
+                shape = shape[:-1]
+        tensors.append(StoredTensor(name, file, name, dtype, shape))
+    return tensors
 
 
 def _write_shards(
@@ -299,6 +319,7 @@ def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]
 
 
 def _converted(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor, converted to the dtype `write_as` if it is set."""
     value = tensor.read()
-    yield (value if tensor.write_as is None else value.to(EXPORT_DTYPES[tensor.write_as])).contiguous()
+    if tensor.write_as is not None:
+        value = value.to(EXPORT_DTYPES[tensor.write_as])
+    yield value.contiguous()

@@ -66,30 +66,35 @@ def named_from_positions(
         groups = [dict(group) for group in packed["param_groups"]]
         positions = [list(group["params"]) for group in groups]
         state = {position: dict(values) for position, values in packed.get("state", {}).items()}
-        by_name = any(isinstance(place, str) for places in positions for place in places)
-        positions = positions if by_name else [[int(place) for place in places] for places in positions]
+        has_names = any(isinstance(position, str) for in_group in positions for position in in_group)
+        if not has_names:
+            positions = [[int(position) for position in in_group] for in_group in positions]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is not the state of a torch optimizer: {error!r}.") from error
-    if by_name:
-        name_of = {place: plain_name(str(place)) for places in positions for place in places}
+    if has_names:
+        name_of = {position: plain_name(str(position)) for in_group in positions for position in in_group}
     else:
         name_of = _names(groups, positions, state, weights, ordered, names)
-    tree_groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [name_of[position] for position in places]}
-        for group, places in zip(groups, positions, strict=True)
-    ]
+    named_groups = []
+    for group, in_group in zip(groups, positions, strict=True):
+        named = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        named["params"] = [name_of[position] for position in in_group]
+        named_groups.append(named)
     return {
         "class": class_name or _class_of(groups),
-        "groups": tree_groups,
+        "groups": named_groups,
+        # torch creates the state of a parameter at its first gradient, so that some parameters have none.
         "state": {name: state.get(position, {}) for position, name in name_of.items()},
     }
 
 
 def steps_of(packed: Mapping[str, Any]) -> int:
     """Return the number of steps in a saved optimizer state, or 0 if the state has no step count."""
-    states = [values for values in packed.get("state", {}).values() if isinstance(values, Mapping)]
-    return max((int(values["step"]) for values in states if "step" in values), default=0)
+    steps = 0
+    for values in packed.get("state", {}).values():
+        if isinstance(values, Mapping) and "step" in values:
+            steps = max(steps, int(values["step"]))
+    return steps
 
 
 def _names(
@@ -100,57 +105,72 @@ def _names(
     ordered: bool,
     names: Sequence[str] | None,
 ) -> dict[int, str]:
-    flat = [position for places in positions for position in places]
+    """Return the parameter names by position."""
+    flat = [position for in_group in positions for position in in_group]
     shapes = {position: _shape_of(state.get(position, {})) for position in flat}
     if names is None and all("param_names" in group for group in groups):
-        # An optimizer that was created from `named_parameters()` saves them.
-        names = [str(name) for group in groups for name in group["param_names"]]
+        # An optimizer that was created from `named_parameters()` saves them. The model may have been compiled.
+        names = [plain_name(str(name)) for group in groups for name in group["param_names"]]
     if names is not None:
-        if len(names) != len(flat) or len(set(names)) != len(names):
-            raise CheckpointError(
-                f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters. Pass one "
-                "name for each parameter."
-            )
-        strange = [name for name in names if name not in weights]
-        if strange:
-            raise CheckpointError(f"the file has no weights of the given names {', '.join(strange[:5])}.")
-        found = dict(zip(flat, names, strict=True))
-        try:
-            _check_shapes(found, shapes, weights)
-        except NamesUnknown as error:
-            raise CheckpointError(str(error)) from error
-        return found
+        return _checked_names(names, shapes, weights)
     candidates = _parameters(weights)
     if len(candidates) < len(flat):
         raise NamesUnknown(f"the optimizer has {len(flat)} parameters, and the file has {len(candidates)} weights.")
     if ordered and len(groups) == 1 and len(candidates) == len(flat):
-        found = dict(zip(flat, candidates, strict=True))
-        _check_shapes(found, shapes, weights)
-        return found
+        # The usual `AdamW(model.parameters())`.
+        name_of = dict(zip(flat, candidates, strict=True))
+        _check_shapes(name_of, shapes, weights)
+        return name_of
     return _names_by_shape(positions, shapes, candidates, weights, ordered)
+
+
+def _checked_names(
+    names: Sequence[str], shapes: Mapping[int, torch.Size | None], weights: Mapping[str, Any]
+) -> dict[int, str]:
+    """Return known names by position. Raises a `CheckpointError` if they do not fit."""
+    if len(names) != len(shapes) or len(set(names)) != len(names):
+        raise CheckpointError(
+            f"{len(set(names))} different names were given for an optimizer of {len(shapes)} parameters. Pass one "
+            "name for each parameter."
+        )
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise CheckpointError(f"the file has no weights of the given names {', '.join(missing[:5])}.")
+    name_of = dict(zip(shapes, names, strict=True))
+    try:
+        _check_shapes(name_of, shapes, weights)
+    except NamesUnknown as error:
+        raise CheckpointError(str(error)) from error
+    return name_of
 
 
 def _parameters(weights: Mapping[str, Any]) -> list[str]:
     """Return the names that may be parameters, in order. A tied tensor is included once, under its first name."""
     found: dict[tuple[Any, ...], str] = {}
     for name, value in weights.items():
-        is_buffer = name.rpartition(".")[2] in _BUFFER_NAMES
-        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()) and not is_buffer:
-            memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
-            found.setdefault(memory, name)
+        if name.rpartition(".")[2] in _BUFFER_NAMES:
+            continue
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+            continue
+        # All empty tensors have the address 0.
+        memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
+        found.setdefault(memory, name)
     return list(found.values())
 
 
 def _shape_of(values: Mapping[str, Any]) -> torch.Size | None:
     """Return a parameter's shape if its state contains it."""
-    found = (values[key] for key in _LIKE_PARAMETER if isinstance(values.get(key), torch.Tensor))
-    return next((tensor.shape for tensor in found), None)
+    for key in _LIKE_PARAMETER:
+        value = values.get(key)
+        if isinstance(value, torch.Tensor):
+            return value.shape
+    return None
 
 
 def _check_shapes(
-    found: Mapping[int, str], shapes: Mapping[int, torch.Size | None], weights: Mapping[str, Any]
+    name_of: Mapping[int, str], shapes: Mapping[int, torch.Size | None], weights: Mapping[str, Any]
 ) -> None:
-    for position, name in found.items():
+    for position, name in name_of.items():
         shape = shapes[position]
         if shape is not None and shape != weights[name].shape:
             raise NamesUnknown(
@@ -171,44 +191,51 @@ def _names_by_shape(
     All weights of a shape must be in the same group. Several weights of a shape are matched in the model's order, which
     must be known.
 
+    An example is weight decay for matrices only, with one group of matrices and one of vectors.
+
     Raises:
         NamesUnknown: A shape is unknown, or the names are ambiguous.
     """
-    of_shape: dict[torch.Size, list[str]] = {}
+    names_of_shape: dict[torch.Size, list[str]] = {}
     for name in candidates:
-        of_shape.setdefault(weights[name].shape, []).append(name)
-    found: dict[int, str] = {}
-    for places in positions:
-        wanted: dict[torch.Size, list[int]] = {}
-        for position in places:
+        names_of_shape.setdefault(weights[name].shape, []).append(name)
+    name_of: dict[int, str] = {}
+    for in_group in positions:
+        positions_of_shape: dict[torch.Size, list[int]] = {}
+        for position in in_group:
             shape = shapes[position]
             if shape is None:
                 raise NamesUnknown("the shapes of some parameters are unknown, since they have no optimizer state.")
-            wanted.setdefault(shape, []).append(position)
-        for shape, same in wanted.items():
-            named = of_shape.get(shape, [])
-            if len(named) != len(same):
+            positions_of_shape.setdefault(shape, []).append(position)
+        for shape, same_shape in positions_of_shape.items():
+            names = names_of_shape.get(shape, [])
+            if len(names) != len(same_shape):
                 raise NamesUnknown(
-                    f"a group of the optimizer has {len(same)} parameter(s) of the shape {tuple(shape)}, and the file "
-                    f"has {len(named)} such weight(s), so the names are ambiguous."
+                    f"a group of the optimizer has {len(same_shape)} parameter(s) of the shape {tuple(shape)}, and the "
+                    f"file has {len(names)} such weight(s), so the names are ambiguous."
                 )
-            if len(same) > 1 and not ordered:
+            if len(same_shape) > 1 and not ordered:
                 raise NamesUnknown(
-                    f"{len(same)} weights have the shape {tuple(shape)}, and this file does not preserve their order."
+                    f"{len(same_shape)} weights have the shape {tuple(shape)}, and this file does not preserve their "
+                    "order."
                 )
-            found |= zip(same, named, strict=True)
-    order = {name: number for number, name in enumerate(candidates)}
-    in_groups = [[order[found[position]] for position in places] for places in positions]
-    if ordered and any(numbers != sorted(numbers) for numbers in in_groups):
-        raise NamesUnknown("the order of the optimizer's parameters differs from the model's.")
-    return found
+            name_of |= zip(same_shape, names, strict=True)
+    if ordered:
+        # If weights of different shapes are not in the model's order, weights of one shape may not be in it either.
+        order = {name: number for number, name in enumerate(candidates)}
+        for in_group in positions:
+            numbers = [order[name_of[position]] for position in in_group]
+            if numbers != sorted(numbers):
+                raise NamesUnknown("the order of the optimizer's parameters differs from the model's.")
+    return name_of
 
 
 def _class_of(groups: list[dict[str, Any]]) -> str:
     """Return the name of the only class of torch.optim whose groups have the hyper-parameters of the saved groups."""
     keys = frozenset(groups[0]) - _ADDED_KEYS if groups else frozenset()
-    fitting = sorted(name for name, own in _hyper_parameters().items() if own - _ADDED_KEYS == keys)
+    fitting = sorted(name for name, class_keys in _hyper_parameters().items() if class_keys - _ADDED_KEYS == keys)
     if set(fitting) >= {"Adam", "AdamW"} and "decoupled_weight_decay" in keys:
+        # Both classes have the same hyper-parameters in newer versions of torch, whose AdamW is an Adam with this one.
         fitting = ["AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"]
     if len(fitting) != 1:
         which = " and ".join(fitting) or "no class in the installed torch.optim"
@@ -223,7 +250,8 @@ def _hyper_parameters() -> dict[str, frozenset[str]]:
         cls = getattr(torch.optim, name)
         if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
             # Muon accepts matrices only.
-            parameter = torch.nn.Parameter(torch.zeros((1, 1) if name == "Muon" else (1,)))
+            shape = (1, 1) if name == "Muon" else (1,)
+            parameter = torch.nn.Parameter(torch.zeros(shape))
             optimizer = cls([parameter], lr=0.1)  # type: ignore[call-arg]  # all have lr, the base class does not
             found[name] = frozenset(optimizer.state_dict()["param_groups"][0])
     return found

@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from trainwright.checkpoint.interop.export import EXPORT_DTYPES, stored_tensors
 from trainwright.checkpoint.interop.megatron_names import (
     CONFIG_HINT,
     ModelShape,
+    ModelWeight,
     config_from_args,
     joined_norms,
     plain_norms,
@@ -44,10 +45,17 @@ _RANK_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _STACKED = "decoder.layers."
-_OTHER_STATE = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")  # of torch_dist
-_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # in old checkpoints of transformers
-_Reads = Mapping[str, Callable[[], torch.Tensor]]  # weight → function that reads it
-_SHOWN = 8  # maximal number of names in an error
+# Entries of a `torch_dist` checkpoint that are not weights begin with these.
+_OTHER_STATE = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+# Buffers in checkpoints of older versions of transformers. Newer versions compute them.
+_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+_WORDS = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+_MAX_NAMES = 8  # in an error
+# Name of a weight in transformers → function that reads it.
+_Reads = Mapping[str, Callable[[], torch.Tensor]]
+# For each pipeline stage: name → tensors of the tensor-parallel ranks.
+_Stages = list[dict[str, list[torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,17 @@ def megatron_folder(source: Path) -> Path | None:
     if not source.is_dir():
         return None
     if (source / _LATEST).is_file():
+        # The file contains "release" or the number of an iteration, as in "10" for the folder `iter_0000010`.
         text = read_bytes(source / _LATEST, max_bytes=64).decode(errors="replace").strip()
-        source /= text if text == "release" or not text.isdigit() else f"iter_{int(text):07d}"
-        if not re.fullmatch(r"release|iter_\d{7,}", source.name) or not source.is_dir():
-            raise CheckpointError(f"{source.parent / _LATEST} names {text!r}, but there is no folder {source}.")
-    sharded = (source / "metadata.json").is_file() and (source / METADATA).is_file()
-    return source if sharded or any(source.glob("mp_rank_*")) else None
+        name = f"iter_{int(text):07d}" if text.isdigit() else text
+        # The name comes from a file, so that "../other" must not be followed.
+        if not re.fullmatch(r"release|iter_\d{7,}", name) or not (source / name).is_dir():
+            raise CheckpointError(f"{source / _LATEST} names {text!r}, but there is no folder {source / name}.")
+        source /= name
+    is_torch_dist = (source / "metadata.json").is_file() and (source / METADATA).is_file()
+    if is_torch_dist or any(source.glob("mp_rank_*")):
+        return source
+    return None
 
 
 def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
@@ -88,11 +101,15 @@ def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
     """
     tensors, settings = _read_megatron(source, config)
     base = "transformer." if settings["model_type"] == "gpt2" else "model."
-    named = {name if name.startswith("lm_head.") else base + name: Weight.of(one) for name, one in tensors.items()}
+    weights = {}
+    for name, tensor in tensors.items():
+        # The output layer is outside the base model.
+        full_name = name if name.startswith("lm_head.") else base + name
+        weights[full_name] = Weight.of(tensor)
     with _new_folder(target) as folder:
-        replace_weights(folder, named, max_shard_bytes=MAX_SHARD_BYTES)
+        replace_weights(folder, weights, max_shard_bytes=MAX_SHARD_BYTES)
         write_file(folder / CONFIG, dump_json(settings, indent=2).encode() + b"\n")
-    return len(named)
+    return len(weights)
 
 
 def export_megatron(
@@ -103,32 +120,37 @@ def export_megatron(
     `source` is a Trainwright checkpoint, or a folder of Hugging Face safetensors or of Megatron. One pipeline stage is
     in memory at a time, or the full model if `source` is of Megatron.
     """
+    reads: _Reads
     if megatron_folder(source) is not None:
         tensors, settings = _read_megatron(source, config)
-        reads: _Reads = {name: partial(loaded, one) for name, one in tensors.items()}
-        shapes = {name: tuple(one.shape) for name, one in tensors.items()}
+        reads = {name: partial(loaded, tensor) for name, tensor in tensors.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     else:
         settings = _settings(config or source)
-        stored = {_base_name(one.name, settings): one for one in stored_tensors(source)[0]}
-        reads = {name: one.read for name, one in stored.items()}
-        shapes = {name: tuple(one.shape) for name, one in stored.items()}
+        stored = {_base_name(tensor.name, settings): tensor for tensor in stored_tensors(source)[0]}
+        reads = {name: tensor.read for name, tensor in stored.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     model = ModelShape.of(settings, config or source)
     model.check_parallel(layout.tp, layout.pp, layout.vocab or model.vocabulary)
     if model.tied:
+        # Some files have the tied weight under both names.
         shapes.pop("lm_head.weight", None)
-    expected = {name: shape for weight in model.weights() for name, shape in weight.shapes().items()}
+    expected: dict[str, tuple[int, ...]] = {}
+    for weight in model.weights():
+        expected |= weight.shapes()
     _compare(expected, {name: shape for name, shape in shapes.items() if not name.endswith(_BUFFERS)}, source)
+    args = argparse.Namespace(**_args(model, settings, layout))
     files = []
     with _new_folder(target) as folder:
         for stage in range(layout.pp):
-            ranks = _stage(model, reads, layout, stage, dtype)
-            for rank, weights in enumerate(ranks):
-                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if layout.pp > 1 else "")
+            for rank, weights in enumerate(_stage(model, reads, layout, stage, dtype)):
+                # Megatron's names have the pipeline stage only if there are several.
+                name = f"mp_rank_{rank:02d}_{stage:03d}" if layout.pp > 1 else f"mp_rank_{rank:02d}"
                 file = Path("release", name, _RANK_FILE)
                 make_folder((folder / file).parent)
-                args = argparse.Namespace(**_args(model, settings, layout))
+                state = {"model": weights, "args": args, "checkpoint_version": 3.0, "iteration": 0}
                 with open(folder / file, "xb") as opened:
-                    torch.save({"model": weights, "args": args, "checkpoint_version": 3.0, "iteration": 0}, opened)
+                    torch.save(state, opened)
                     opened.flush()
                     os.fsync(opened.fileno())
                 files.append(target / file)
@@ -145,30 +167,42 @@ def _stage(
     dtype: str | None,
 ) -> list[dict[str, torch.Tensor]]:
     """Return the weights of a pipeline stage for each tensor-parallel rank."""
-    per_stage, last = model.layers // layout.pp, stage == layout.pp - 1
     ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.tp)]
     for weight in model.weights():
-        name = weight.name
-        number = _LAYER.match(name)
-        if number is not None:
-            if int(number[1]) // per_stage != stage:
-                continue
-            name = f"{_STACKED}{int(number[1]) % per_stage}.{name[number.end() :]}"
-        elif name.startswith("embedding.") and stage > 0:
-            if not (model.tied and last and weight.layout == "vocabulary"):
-                continue
-            name = "output_layer.weight"  # the last stage's copy of a tied embedding
-        elif not name.startswith("embedding.") and not last:
+        name = _name_in_stage(weight, model, stage, layout.pp)
+        if name is None:
             continue
         tensor = weight.join([reads[one]() for one in weight.names])
         if weight.layout == "vocabulary" and layout.vocab:
-            tensor = torch.cat([tensor, tensor.new_zeros(layout.vocab - len(tensor), *tensor.shape[1:])])
+            padding = tensor.new_zeros(layout.vocab - len(tensor), *tensor.shape[1:])
+            tensor = torch.cat([tensor, padding])
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(EXPORT_DTYPES[dtype])
-        name = joined_norms(name) if layout.impl == "transformer_engine" else name
+        if layout.impl == "transformer_engine":
+            name = joined_norms(name)
         for rank, shard in enumerate(weight.divide(tensor, layout.tp)):
-            ranks[rank][name] = shard.clone(memory_format=torch.contiguous_format)  # torch.save stores whole storages
+            # torch.save writes the full storage of a view, so a shard needs its own.
+            ranks[rank][name] = shard.clone(memory_format=torch.contiguous_format)
     return ranks
+
+
+def _name_in_stage(weight: ModelWeight, model: ModelShape, stage: int, pp: int) -> str | None:
+    """Return the name of a weight in a pipeline stage, or None if the stage does not have the weight.
+
+    Each stage numbers its layers from 0. With 4 layers and pp=2, layer 3 of the model is layer 1 of stage 1.
+    """
+    is_last = stage == pp - 1
+    layer = _LAYER.match(weight.name)
+    if layer is not None:
+        layers_per_stage = model.layers // pp
+        layer_stage, number = divmod(int(layer[1]), layers_per_stage)
+        return f"{_STACKED}{number}.{weight.name[layer.end() :]}" if layer_stage == stage else None
+    if not weight.name.startswith("embedding."):
+        return weight.name if is_last else None
+    if stage == 0:
+        return weight.name
+    # The last stage has its own copy of a tied embedding.
+    return _OUTPUT if model.tied and is_last and weight.name == _WORDS else None
 
 
 def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -177,7 +211,10 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
     if folder is None:
         raise CheckpointError(f"{source} is not a checkpoint of megatron-core.")
     with reading(folder):
-        stages, args = _read_torch_dist(folder) if (folder / METADATA).is_file() else _read_ranks(folder)
+        if (folder / METADATA).is_file():
+            stages, args = _read_torch_dist(folder)
+        else:
+            stages, args = _read_ranks(folder)
     if config is None and not (source / CONFIG).is_file():
         settings = config_from_args(args if isinstance(args, dict) else {})
         if settings is None:
@@ -185,103 +222,152 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
     else:
         settings = _settings(config or source)
     model = ModelShape.of(settings, config or source)
-    found: dict[str, list[torch.Tensor]] = {}
-    first = 0
-    for stage in stages:
-        numbers = {int(number[1]) for name in stage if (number := _LAYER.match(name))}
-        for name, shards in stage.items():
-            number = _LAYER.match(name)
-            found[name if number is None else f"{_STACKED}{first + int(number[1])}.{name[number.end() :]}"] = shards
-        first += len(numbers)
-    copies = found.pop("output_layer.weight", []) if model.tied else []
-    if any(
-        not torch.equal(*pair) for pair in zip(copies, found.get("embedding.word_embeddings.weight", []), strict=False)
-    ):
-        raise CheckpointError(
-            f"{folder} has an output layer of its own, but the config has tie_word_embeddings=true. Pass a config with "
-            "tie_word_embeddings=false."
-        )
+    shards_by_name = _joined_stages(stages)
+    # With one stage, the output layer of a tied model has no tensor.
+    output_copies = shards_by_name.pop(_OUTPUT, []) if model.tied else []
+    for copy, words in zip(output_copies, shards_by_name.get(_WORDS, []), strict=False):
+        if not torch.equal(copy, words):
+            raise CheckpointError(
+                f"{folder} has an output layer of its own, but the config has tie_word_embeddings=true. Pass a config "
+                "with tie_word_embeddings=false."
+            )
     weights = {weight.name: weight for weight in model.weights()}
-    full = {name: weights[name].undivide(shards) if name in weights else shards[0] for name, shards in found.items()}
-    shapes = {}
-    for name, tensor in full.items():
-        vocabulary = name in weights and weights[name].layout == "vocabulary" and len(tensor) > model.vocabulary
-        shapes[name] = (model.vocabulary, *tensor.shape[1:]) if vocabulary else tuple(tensor.shape)
+    full: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shards in shards_by_name.items():
+        # `_compare` reports names that the model does not have.
+        weight = weights.get(name)
+        full[name] = shards[0] if weight is None else weight.undivide(shards)
+        shapes[name] = tuple(full[name].shape)
+        if weight is not None and weight.layout == "vocabulary" and len(full[name]) > model.vocabulary:
+            # The additional rows are padding, which `separate` removes.
+            shapes[name] = (model.vocabulary, *full[name].shape[1:])
     _compare({name: weight.shape for name, weight in weights.items()}, shapes, folder)
-    return {
-        name: one for ours, weight in weights.items() for name, one in weight.separate(full[ours]).items()
-    }, settings
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        tensors |= weight.separate(full[name])
+    return tensors, settings
 
 
-_Stages = list[dict[str, list[torch.Tensor]]]  # for each pipeline stage: name → tensors of the tensor-parallel ranks
+def _joined_stages(stages: _Stages) -> dict[str, list[torch.Tensor]]:
+    """Return the weights of all stages, with layers numbered in the full model."""
+    joined: dict[str, list[torch.Tensor]] = {}
+    first = 0  # number of the stage's first layer in the full model
+    for stage in stages:
+        numbers = set()
+        for name, shards in stage.items():
+            layer = _LAYER.match(name)
+            if layer is None:
+                joined[name] = shards
+            else:
+                number = int(layer[1])
+                numbers.add(number)
+                joined[f"{_STACKED}{first + number}.{name[layer.end() :]}"] = shards
+        first += len(numbers)
+    return joined
 
 
 def _read_torch_dist(folder: Path) -> tuple[_Stages, Any]:
+    """Return the weights, as of one stage and one rank, and the arguments of Megatron."""
     backend = read_json(folder / "metadata.json").get("sharded_backend")
     if backend != "torch_dist":
         raise CheckpointError(
             f"{folder} was saved with the backend {backend!r}. Save it with --ckpt-format torch_dist."
         )
-    common = read_torch_file(folder / "common.pt")[0] if (folder / "common.pt").is_file() else {}
-    found: dict[str, list[torch.Tensor]] = {}
-    for name, value in read_dcp(folder).items():
-        if "_extra_state" in name or name.startswith(_OTHER_STATE):
+    common = {}
+    if (folder / "common.pt").is_file():
+        common = read_torch_file(folder / "common.pt")[0]
+    weights: dict[str, list[torch.Tensor]] = {}
+    for saved_name, value in read_dcp(folder).items():
+        if "_extra_state" in saved_name or saved_name.startswith(_OTHER_STATE):
             continue
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{folder} has the entry {name!r}, which is not a weight of a GPTModel.")
-        tensor, name = loaded(value), plain_norms(name)
+        _check_weight(saved_name, value, folder)
+        tensor = loaded(value)
+        name = plain_norms(saved_name)
         if name.startswith(_STACKED) and not _LAYER.match(name):
-            found |= {f"{_STACKED}{i}.{name.removeprefix(_STACKED)}": [layer] for i, layer in enumerate(tensor)}
+            # Layers of the same structure are one tensor, whose first dimension is the layer.
+            for number, layer in enumerate(tensor):
+                weights[f"{_STACKED}{number}.{name.removeprefix(_STACKED)}"] = [layer]
         else:
-            found[name] = [tensor]
-    return [found], common.get("args")
+            weights[name] = [tensor]
+    return [weights], common.get("args")
 
 
 def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
-    grid: dict[tuple[int, int], Any] = {}
+    """Return the weights of the stages, and the arguments of Megatron, from the files of all ranks."""
+    files: dict[tuple[int, int], Any] = {}  # (pipeline stage, tensor-parallel rank) → content
     for entry in folder.glob("mp_rank_*"):
         match = _RANK.fullmatch(entry.name)
+        # A third number is the rank in expert parallelism.
         if match is None or match[3]:
             raise CheckpointError(
                 f"{entry} belongs to a model with experts, which cannot be converted, or is not the folder of a rank."
             )
-        grid[int(match[2] or 0), int(match[1])] = read_torch_file(entry / _RANK_FILE)[0]
-    pp, tp = (1 + max(place[axis] for place in grid) for axis in (0, 1))
-    absent = [f"tp {t}, pp {p}" for p in range(pp) for t in range(tp) if (p, t) not in grid]
-    args = grid[min(grid)].get("args")
-    told = (args or {}).get("tensor_model_parallel_size", tp), (args or {}).get("pipeline_model_parallel_size", pp)
-    if absent or told != (tp, pp):
-        raise CheckpointError(
-            f"{folder} has the files of tp={tp}, pp={pp}"
-            + (
-                f", without those of {'; '.join(absent[:_SHOWN])}"
-                if absent
-                else f", but was saved with tp={told[0]}, pp={told[1]}"
-            )
-            + ". Copy the files of every rank into the folder."
-        )
+        files[int(match[2] or 0), int(match[1])] = read_torch_file(entry / _RANK_FILE)[0]
+    pp = 1 + max(stage for stage, _ in files)
+    tp = 1 + max(rank for _, rank in files)
+    args = files[min(files)].get("args")
+    _check_complete(folder, files.keys(), tp, pp, args or {})
     stages: _Stages = []
-    for p in range(pp):
-        stages.append({})
-        for t in range(tp):
-            state = grid[p, t].get("model")
-            if not isinstance(state, dict) or grid[p, t].get("checkpoint_version", 0) < 3:
+    for stage in range(pp):
+        weights: dict[str, list[torch.Tensor]] = {}
+        for rank in range(tp):
+            content = files[stage, rank]
+            state = content.get("model")
+            if not isinstance(state, dict) or content.get("checkpoint_version", 0) < 3:
                 raise CheckpointError(
                     f"{folder} has no part 'model' of checkpoint_version 3, as megatron-core writes it."
                 )
             for name, value in state.items():
                 if name.endswith("_extra_state"):
                     continue
-                if not isinstance(value, torch.Tensor):
-                    raise CheckpointError(f"{folder} has the entry {name!r}, which is not a weight of a GPTModel.")
-                stages[p].setdefault(plain_norms(name), []).append(value)
+                _check_weight(name, value, folder)
+                weights.setdefault(plain_norms(name), []).append(value)
+        stages.append(weights)
     return stages, args
+
+
+def _check_complete(
+    folder: Path, places: Collection[tuple[int, int]], tp: int, pp: int, args: Mapping[str, Any]
+) -> None:
+    """Raise an error if a rank's file is missing. The last ranks are known only from the arguments of Megatron."""
+    missing = []
+    for stage in range(pp):
+        for rank in range(tp):
+            if (stage, rank) not in places:
+                missing.append(f"tp {rank}, pp {stage}")
+    saved_tp = args.get("tensor_model_parallel_size", tp)
+    saved_pp = args.get("pipeline_model_parallel_size", pp)
+    if missing:
+        problem = f"without those of {'; '.join(missing[:_MAX_NAMES])}"
+    elif (saved_tp, saved_pp) != (tp, pp):
+        problem = f"but was saved with tp={saved_tp}, pp={saved_pp}"
+    else:
+        return
+    raise CheckpointError(
+        f"{folder} has the files of tp={tp}, pp={pp}, {problem}. Copy the files of every rank into the folder."
+    )
+
+
+def _check_weight(name: str, value: object, folder: Path) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(f"{folder} has the entry {name!r}, which is not a weight of a GPTModel.")
 
 
 def _args(model: ModelShape, settings: Mapping[str, Any], layout: MegatronLayout) -> dict[str, Any]:
     """Return the arguments of Megatron that describe the model. Its option `--use-checkpoint-args` reads them."""
-    gpt2 = model.kind == "gpt2"
+    is_gpt2 = model.kind == "gpt2"
+    if is_gpt2:
+        epsilon = settings.get("layer_norm_epsilon", 1e-5)
+    else:
+        epsilon = settings.get("rms_norm_eps", 1e-6)
+    # transformers 5 has `rope_parameters`. Older versions have `rope_theta` and `rope_scaling` instead.
     rope = settings.get("rope_parameters") or {}
+    is_scaled = rope.get("rope_type", "default") != "default" or bool(settings.get("rope_scaling"))
+    window = None
+    if settings.get("sliding_window") and settings.get("use_sliding_window", model.kind == "mistral"):
+        # A token attends to itself and to `sliding_window - 1` tokens on its left.
+        window = (settings["sliding_window"] - 1, 0)
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -297,15 +383,17 @@ def _args(model: ModelShape, settings: Mapping[str, Any], layout: MegatronLayout
         "untie_embeddings_and_output_weights": not model.tied,
         "group_query_attention": model.groups != model.heads,
         "num_query_groups": model.groups,
-        "swiglu": not gpt2,
-        "add_bias_linear": gpt2,
-        "normalization": "LayerNorm" if gpt2 else "RMSNorm",
-        "position_embedding_type": "learned_absolute" if gpt2 else "rope",
+        "swiglu": not is_gpt2,
+        "add_bias_linear": is_gpt2,
+        "normalization": "LayerNorm" if is_gpt2 else "RMSNorm",
+        "position_embedding_type": "learned_absolute" if is_gpt2 else "rope",
         "add_qkv_bias": model.kind == "qwen2",
         "qk_layernorm": model.kind == "qwen3",
         "bias_gelu_fusion": settings.get("activation_function") == "gelu_new",
-        "norm_epsilon": settings.get("layer_norm_epsilon" if gpt2 else "rms_norm_eps", 1e-5 if gpt2 else 1e-6),
+        "norm_epsilon": epsilon,
         "rotary_base": rope.get("rope_theta") or settings.get("rope_theta") or 10000,
+        "use_rope_scaling": is_scaled,
+        "window_size": window,
     }
 
 
@@ -320,21 +408,24 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _base_name(name: str, settings: Mapping[str, Any]) -> str:
-    """Return a weight's name without the prefixes of a task and of the base model."""
+    """Return a weight's name without the prefixes of a task and of the base model.
+
+    For example, `net.model.layers.0.mlp.up_proj.weight` becomes `layers.0.mlp.up_proj.weight`.
+    """
     base = "(h|wte|wpe|ln_f)" if settings.get("model_type") == "gpt2" else "(layers|embed_tokens|norm)"
     return re.sub(rf"^([a-z_]+\.)*?(?={base}\.|lm_head\.)", "", name)
 
 
 def _compare(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], origin: Path) -> None:
-    for names, what in (
-        (sorted(found.keys() - expected.keys()), "unknown"),
-        (sorted(expected.keys() - found.keys()), "missing"),
-    ):
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise CheckpointError(
-                f"{origin} does not fit the config: {what} tensors {', '.join(names[:_SHOWN])}{more}. {CONFIG_HINT}"
-            )
+    unknown = sorted(found.keys() - expected.keys())
+    missing = sorted(expected.keys() - found.keys())
+    if unknown or missing:
+        problem = "unknown" if unknown else "missing"
+        names = unknown or missing
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        raise CheckpointError(
+            f"{origin} does not fit the config: {problem} tensors {', '.join(names[:_MAX_NAMES])}{more}. {CONFIG_HINT}"
+        )
     for name, shape in expected.items():
         if found[name] != shape:
             raise CheckpointError(f"{origin}: {name} has the shape {found[name]}, and the config expects {shape}.")

@@ -16,17 +16,32 @@ import torch
 
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
-LLAMA_LIKE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-LLAMA_LIKE |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Model types that have the layers of Llama → the class in transformers.
+LLAMA_LIKE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 CONFIG_HINT = "Pass the model's transformers config with --config FOLDER_OR_FILE."
+# Keys of the sizes in a `config.json`, in this order: layers, hidden size, heads.
+_GPT2_SIZES = ("n_layer", "n_embd", "n_head")
+_LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 # Megatron-core's names with Transformer Engine, which joins a norm and the projection that follows it.
 _JOINED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-# Layout → the dimension that tensor parallelism divides. None: every rank has the full tensor.
-_DIVIDED: dict[str, int | None] = {"qkv": 0, "gated": 0, "column": 0, "vocabulary": 0, "row": 1, "same": None}
 _Layout = Literal["qkv", "gated", "column", "vocabulary", "row", "same"]
+# Layout → the dimension that tensor parallelism divides. None: every rank has the full tensor.
+_DIVIDED: dict[_Layout, int | None] = {
+    "qkv": 0,
+    "gated": 0,
+    "column": 0,
+    "vocabulary": 0,
+    "row": 1,
+    "same": None,
+}
 
 
 def plain_norms(name: str) -> str:
@@ -45,7 +60,20 @@ def joined_norms(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model. `groups`: number of key-value heads; `head`: size of a head; `mlp`: hidden size of the MLP."""
+    """Sizes of a model.
+
+    Attributes:
+        kind: the `model_type` in transformers.
+        layers: number of layers.
+        hidden: size of the hidden states.
+        heads: number of query heads.
+        groups: number of key-value heads.
+        head: size of a head.
+        mlp: size of the hidden states in the MLP.
+        vocabulary: number of rows of the embedding.
+        positions: maximal number of tokens in a sequence.
+        tied: True if the output layer shares the weight of the embedding.
+    """
 
     kind: str
     layers: int
@@ -62,35 +90,57 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any], origin: object) -> ModelShape:
         """Return the sizes in the content of a `config.json`. Error messages name `origin` as the file."""
         kind = config.get("model_type")
-        if kind != "gpt2" and kind not in LLAMA_LIKE:
+        is_gpt2 = kind == "gpt2"
+        if not is_gpt2 and kind not in LLAMA_LIKE:
             known = ", ".join([*LLAMA_LIKE, "gpt2"])
             raise CheckpointError(
                 f"{origin} has model_type={kind!r}. Only models of these types can be converted: {known}."
             )
-        names = ("n_layer", "n_embd", "n_head") if kind == "gpt2" else _LLAMA_SIZES
-        missing = [name for name in (*names, "vocab_size") if type(config.get(name)) is not int or config[name] < 1]
+        keys = _GPT2_SIZES if is_gpt2 else _LLAMA_SIZES
+        required = [*keys, "vocab_size"] if is_gpt2 else [*keys, "intermediate_size", "vocab_size"]
+        missing = []
+        for key in required:
+            size = config.get(key)
+            if type(size) is not int or size < 1:
+                missing.append(key)
         if missing:
             raise CheckpointError(f"{origin}: expected positive integers for {', '.join(missing)}.")
         if config.get("quantization_config"):
             raise CheckpointError(f"{origin} has a quantization_config. Convert the unquantized model.")
-        layers, hidden, heads = (config[name] for name in names[:3])
-        groups = heads if kind == "gpt2" else config.get("num_key_value_heads") or heads
-        mlp = config.get("n_inner") or 4 * hidden if kind == "gpt2" else config["intermediate_size"]
-        head = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
-        if heads % groups or (kind == "gpt2" and hidden % heads):
+        layers, hidden, heads = (config[key] for key in keys)
+        # A file may lack these keys. For several of them, null means the default.
+        if is_gpt2:
+            groups = heads
+            head = hidden // heads
+            mlp = config.get("n_inner") or 4 * hidden
+            positions = config.get("n_positions", 1024)
+        else:
+            groups = config.get("num_key_value_heads") or heads
+            head = config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)
+            mlp = config["intermediate_size"]
+            positions = config.get("max_position_embeddings", 2048)
+        if heads % groups or (is_gpt2 and hidden % heads):
             raise CheckpointError(f"{origin}: {heads} heads do not fit {groups} key-value heads and width {hidden}.")
-        positions = config.get("n_positions", 1024) if kind == "gpt2" else config.get("max_position_embeddings", 2048)
-        tied = bool(config.get("tie_word_embeddings", kind == "gpt2"))
-        vocabulary = config["vocab_size"]
-        return cls(str(kind), layers, hidden, heads, groups, head, mlp, vocabulary, positions, tied)
+        return cls(
+            kind=str(kind),
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            groups=groups,
+            head=head,
+            mlp=mlp,
+            vocabulary=config["vocab_size"],
+            positions=positions,
+            tied=bool(config.get("tie_word_embeddings", is_gpt2)),
+        )
 
     def check_parallel(self, tp: int, pp: int, vocabulary: int) -> None:
         """Raise a `ConfigurationError` if `tp` or `pp` does not divide the model, or `vocabulary` is too small."""
-        sizes = {"heads": self.heads, "key-value heads": self.groups, "MLP width": self.mlp, "layers": self.layers}
-        for name, size in sizes.items():
-            option, parts = ("pp", pp) if name == "layers" else ("tp", tp)
-            if size % parts:
-                raise ConfigurationError(f"{option}={parts} does not divide the model's {name} ({size}).")
+        for name, size in {"heads": self.heads, "key-value heads": self.groups, "MLP width": self.mlp}.items():
+            if size % tp:
+                raise ConfigurationError(f"tp={tp} does not divide the model's {name} ({size}).")
+        if self.layers % pp:
+            raise ConfigurationError(f"pp={pp} does not divide the model's layers ({self.layers}).")
         if vocabulary < self.vocabulary:
             raise ConfigurationError(f"vocab={vocabulary} is smaller than the model's vocabulary ({self.vocabulary}).")
         if vocabulary % tp:
@@ -102,58 +152,75 @@ class ModelShape:
 
     def weights(self) -> Iterator[ModelWeight]:
         """Yield the weights that the model has in megatron-core, before division over tensor-parallel ranks."""
-        gpt2, hidden, inner = self.kind == "gpt2", self.hidden, self.heads * self.head
-        joined = (self.heads + 2 * self.groups) * self.head
-        norms = ("weight", "bias") if gpt2 else ("weight",)
-        words, rows = "embedding.word_embeddings.weight", (self.vocabulary, hidden)
-        yield self._weight(words, "vocabulary", rows, ("wte.weight" if gpt2 else "embed_tokens.weight",))
-        if gpt2:
-            positions = "embedding.position_embeddings.weight"
-            yield self._weight(positions, "same", (self.positions, hidden), ("wpe.weight",))
-        for number in range(self.layers):
-            ours, theirs = f"decoder.layers.{number}.", f"{'h' if gpt2 else 'layers'}.{number}."
-            for name, layout, shape, names in self._layer(hidden, inner, joined):
-                yield self._weight(ours + name, layout, shape, tuple(theirs + one for one in names))
-        for end in norms:
-            yield self._weight(
-                f"decoder.final_layernorm.{end}", "same", (hidden,), (f"{'ln_f' if gpt2 else 'norm'}.{end}",)
-            )
-        if not self.tied:
-            yield self._weight("output_layer.weight", "vocabulary", rows, ("lm_head.weight",))
-
-    def _layer(self, hidden: int, inner: int, joined: int) -> Iterator[_Row]:
-        qkv, proj, fc1, fc2 = ("self_attention.linear_qkv.", "self_attention.linear_proj.", *_MLP)
         if self.kind == "gpt2":
-            for end in ("weight", "bias"):
-                wide = (hidden,) if end == "weight" else ()
-                yield f"input_layernorm.{end}", "same", (hidden,), (f"ln_1.{end}",)
-                yield qkv + end, "qkv", (joined, *wide), (f"attn.c_attn.{end}",)
-                yield f"pre_mlp_layernorm.{end}", "same", (hidden,), (f"ln_2.{end}",)
-                yield fc1 + end, "column", (self.mlp, *wide), (f"mlp.c_fc.{end}",)
-            for name, width, old in ((proj, inner, "attn.c_proj."), (fc2, self.mlp, "mlp.c_proj.")):
-                yield name + "weight", "row", (hidden, width), (old + "weight",)
-                yield name + "bias", "same", (hidden,), (old + "bias",)
-            return
-        projections = tuple(f"self_attn.{letter}_proj." for letter in "qkv")
-        yield "input_layernorm.weight", "same", (hidden,), ("input_layernorm.weight",)
-        yield qkv + "weight", "qkv", (joined, hidden), tuple(name + "weight" for name in projections)
+            yield from self._gpt2_weights()
+        else:
+            yield from self._llama_weights()
+        if not self.tied:
+            yield self._weight("output_layer.weight", "vocabulary", (self.vocabulary, self.hidden), "lm_head.weight")
+
+    def _gpt2_weights(self) -> Iterator[ModelWeight]:
+        hidden = self.hidden
+        words = "embedding.word_embeddings.weight"
+        positions = "embedding.position_embeddings.weight"
+        yield self._weight(words, "vocabulary", (self.vocabulary, hidden), "wte.weight")
+        yield self._weight(positions, "same", (self.positions, hidden), "wpe.weight")
+        for number in range(self.layers):
+            yield from self._gpt2_layer(f"decoder.layers.{number}.", f"h.{number}.")
+        yield self._weight("decoder.final_layernorm.weight", "same", (hidden,), "ln_f.weight")
+        yield self._weight("decoder.final_layernorm.bias", "same", (hidden,), "ln_f.bias")
+
+    def _gpt2_layer(self, core: str, hf: str) -> Iterator[ModelWeight]:
+        """Yield the weights of a layer, whose names begin with `core` in megatron-core and `hf` in transformers."""
+        hidden = self.hidden
+        attention = f"{core}self_attention."
+        qkv_size = 3 * self.heads * self.head
+        yield self._weight(f"{core}input_layernorm.weight", "same", (hidden,), f"{hf}ln_1.weight")
+        yield self._weight(f"{core}input_layernorm.bias", "same", (hidden,), f"{hf}ln_1.bias")
+        yield self._weight(f"{attention}linear_qkv.weight", "qkv", (qkv_size, hidden), f"{hf}attn.c_attn.weight")
+        yield self._weight(f"{attention}linear_qkv.bias", "qkv", (qkv_size,), f"{hf}attn.c_attn.bias")
+        yield self._weight(f"{attention}linear_proj.weight", "row", (hidden, hidden), f"{hf}attn.c_proj.weight")
+        # Ranks add their partial products of a "row" weight, and then its bias, which every rank has.
+        yield self._weight(f"{attention}linear_proj.bias", "same", (hidden,), f"{hf}attn.c_proj.bias")
+        yield self._weight(f"{core}pre_mlp_layernorm.weight", "same", (hidden,), f"{hf}ln_2.weight")
+        yield self._weight(f"{core}pre_mlp_layernorm.bias", "same", (hidden,), f"{hf}ln_2.bias")
+        yield self._weight(f"{core}mlp.linear_fc1.weight", "column", (self.mlp, hidden), f"{hf}mlp.c_fc.weight")
+        yield self._weight(f"{core}mlp.linear_fc1.bias", "column", (self.mlp,), f"{hf}mlp.c_fc.bias")
+        yield self._weight(f"{core}mlp.linear_fc2.weight", "row", (hidden, self.mlp), f"{hf}mlp.c_proj.weight")
+        yield self._weight(f"{core}mlp.linear_fc2.bias", "same", (hidden,), f"{hf}mlp.c_proj.bias")
+
+    def _llama_weights(self) -> Iterator[ModelWeight]:
+        words = "embedding.word_embeddings.weight"
+        yield self._weight(words, "vocabulary", (self.vocabulary, self.hidden), "embed_tokens.weight")
+        for number in range(self.layers):
+            yield from self._llama_layer(f"decoder.layers.{number}.", f"layers.{number}.")
+        yield self._weight("decoder.final_layernorm.weight", "same", (self.hidden,), "norm.weight")
+
+    def _llama_layer(self, core: str, hf: str) -> Iterator[ModelWeight]:
+        """Yield the weights of a layer, whose names begin with `core` in megatron-core and `hf` in transformers."""
+        hidden = self.hidden
+        attention = f"{core}self_attention."
+        queries_size = self.heads * self.head  # differs from `hidden` in some models, such as Qwen3-0.6B
+        qkv_size = (self.heads + 2 * self.groups) * self.head
+        q, k, v = (f"{hf}self_attn.{letter}_proj." for letter in "qkv")
+        yield self._weight(f"{core}input_layernorm.weight", "same", (hidden,), f"{hf}input_layernorm.weight")
+        qkv_weights = (f"{q}weight", f"{k}weight", f"{v}weight")
+        yield self._weight(f"{attention}linear_qkv.weight", "qkv", (qkv_size, hidden), *qkv_weights)
         if self.kind == "qwen2":
-            yield qkv + "bias", "qkv", (joined,), tuple(name + "bias" for name in projections)
+            yield self._weight(f"{attention}linear_qkv.bias", "qkv", (qkv_size,), f"{q}bias", f"{k}bias", f"{v}bias")
         if self.kind == "qwen3":
-            for one in "qk":
-                yield f"self_attention.{one}_layernorm.weight", "same", (self.head,), (f"self_attn.{one}_norm.weight",)
-        yield proj + "weight", "row", (hidden, inner), ("self_attn.o_proj.weight",)
-        yield "pre_mlp_layernorm.weight", "same", (hidden,), ("post_attention_layernorm.weight",)
-        yield fc1 + "weight", "gated", (2 * self.mlp, hidden), ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-        yield fc2 + "weight", "row", (hidden, self.mlp), ("mlp.down_proj.weight",)
+            # One norm for all heads, so that tensor parallelism does not divide it.
+            yield self._weight(f"{attention}q_layernorm.weight", "same", (self.head,), f"{hf}self_attn.q_norm.weight")
+            yield self._weight(f"{attention}k_layernorm.weight", "same", (self.head,), f"{hf}self_attn.k_norm.weight")
+        output = f"{hf}self_attn.o_proj.weight"
+        yield self._weight(f"{attention}linear_proj.weight", "row", (hidden, queries_size), output)
+        yield self._weight(f"{core}pre_mlp_layernorm.weight", "same", (hidden,), f"{hf}post_attention_layernorm.weight")
+        gate_and_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
+        yield self._weight(f"{core}mlp.linear_fc1.weight", "gated", (2 * self.mlp, hidden), *gate_and_up)
+        yield self._weight(f"{core}mlp.linear_fc2.weight", "row", (hidden, self.mlp), f"{hf}mlp.down_proj.weight")
 
-    def _weight(self, name: str, layout: _Layout, shape: tuple[int, ...], names: tuple[str, ...]) -> ModelWeight:
+    def _weight(self, name: str, layout: _Layout, shape: tuple[int, ...], *names: str) -> ModelWeight:
         return ModelWeight(name, layout, shape, names, self)
-
-
-_Row = tuple[str, _Layout, tuple[int, ...], tuple[str, ...]]
-_LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-_MLP = ("mlp.linear_fc1.", "mlp.linear_fc2.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,32 +242,40 @@ class ModelWeight:
     model: ModelShape
 
     @property
-    def _transposed(self) -> bool:  # GPT-2 stores (inputs, outputs)
-        return self.model.kind == "gpt2" and self.layout != "vocabulary" and ".c_" in self.names[0]
+    def _is_transposed(self) -> bool:
+        """Return whether transformers stores the weight as (inputs, outputs): the `Conv1D` layers of GPT-2."""
+        return self.model.kind == "gpt2" and ".c_" in self.names[0] and len(self.shape) == 2
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the tensors of transformers into megatron-core's full tensor."""
-        given = [tensor.T if self._transposed and tensor.dim() == 2 else tensor for tensor in tensors]
-        if self.layout != "qkv":
-            return given[0] if len(given) == 1 else torch.cat(given)
-        q, k, v = given if len(given) == 3 else given[0].chunk(3)
-        grouped = [one.reshape(self.model.groups, -1, self.model.head, *one.shape[1:]) for one in (q, k, v)]
-        return torch.cat(grouped, dim=1).flatten(0, 2)
+        parts = [tensor.T for tensor in tensors] if self._is_transposed else list(tensors)
+        if self.layout == "qkv":
+            if len(parts) == 1:  # GPT-2 has one projection for queries, keys and values
+                parts = list(parts[0].chunk(3))
+            # Each row of `shape` has the heads of one group. With 4 heads in 2 groups, the rows are (q0 q1 k0 v0) and
+            # (q2 q3 k1 v1).
+            groups = self.model.groups
+            parts = [part.reshape(groups, -1, self.model.head, *part.shape[1:]) for part in parts]
+            return torch.cat(parts, dim=1).flatten(0, 2)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def separate(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Split megatron-core's full tensor into the tensors of transformers by name."""
         parts = [tensor]
         if self.layout == "vocabulary":
+            # Megatron pads the vocabulary at the end.
             parts = [tensor[: self.model.vocabulary]]
         elif self.layout == "gated":
             parts = list(tensor.chunk(2))
         elif self.layout == "qkv":
-            queries, groups, head = self.model.heads // self.model.groups, self.model.groups, self.model.head
-            grouped = tensor.reshape(groups, queries + 2, head, *tensor.shape[1:])
-            by_kind = torch.split(grouped, [queries, 1, 1], dim=1)
-            parts = [part.flatten(0, 2) for part in by_kind]
-            parts = parts if len(self.names) == 3 else [torch.cat(parts)]
-        parts = [part.T if self._transposed and part.dim() == 2 else part for part in parts]
+            groups = self.model.groups
+            queries = self.model.heads // groups
+            grouped = tensor.reshape(groups, queries + 2, self.model.head, *tensor.shape[1:])
+            parts = [part.flatten(0, 2) for part in torch.split(grouped, [queries, 1, 1], dim=1)]
+            if len(self.names) == 1:
+                parts = [torch.cat(parts)]
+        if self._is_transposed:
+            parts = [part.T for part in parts]
         return dict(zip(self.names, parts, strict=True))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -214,7 +289,9 @@ class ModelWeight:
         if dim is None:
             return [tensor] * tp
         if self.layout == "gated":
-            return [torch.cat(halves) for halves in zip(*(half.chunk(tp) for half in tensor.chunk(2)), strict=True)]
+            # Each rank has a shard of the gate and the same shard of the up projection.
+            gate, up = tensor.chunk(2)
+            return [torch.cat(shards) for shards in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
         return list(tensor.chunk(tp, dim))
 
     def undivide(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -223,42 +300,84 @@ class ModelWeight:
         if dim is None or len(shards) == 1:
             return shards[0]
         if self.layout == "gated":
-            return torch.cat([torch.cat(halves) for halves in zip(*(one.chunk(2) for one in shards), strict=True)])
+            gates = []
+            ups = []
+            for shard in shards:
+                gate, up = shard.chunk(2)
+                gates.append(gate)
+                ups.append(up)
+            return torch.cat([*gates, *ups])
         return torch.cat(list(shards), dim)
 
 
 def config_from_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a transformers config for the arguments in a checkpoint of Megatron, or None if arguments are missing."""
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
+    """Return a transformers config for the arguments in a checkpoint of Megatron.
+
+    Returns None if sizes are missing, or if the model is not like one of the supported models.
+    """
     vocabulary = args.get("vocab_size") or args.get("padded_vocab_size")
-    if not all(type(size) is int for size in (vocabulary, *map(args.get, sizes))):
-        return None
-    layers, hidden, heads, mlp, positions = (args[name] for name in sizes)
-    tied = not args.get("untie_embeddings_and_output_weights", False)
-    shared = {"vocab_size": vocabulary, "tie_word_embeddings": tied}
+    names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
+    for size in (vocabulary, *(args.get(name) for name in names)):
+        if type(size) is not int:
+            return None
+    shared = {
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+    }
     style = [args.get(name) for name in ("position_embedding_type", "normalization", "swiglu", "add_bias_linear")]
     if style == ["learned_absolute", "LayerNorm", False, True]:
-        gelu = "gelu_new" if args.get("bias_gelu_fusion") or args.get("openai_gelu") else "gelu"
-        names = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_inner": mlp, "n_positions": positions}
-        rest = {"activation_function": gelu, "layer_norm_epsilon": args.get("norm_epsilon", 1e-5)}
-        return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **names, **rest, **shared}
-    scaled = args.get("use_rope_scaling") or args.get("rotary_percent", 1.0) != 1.0 or args.get("rotary_interleaved")
-    if style != ["rope", "RMSNorm", True, False] or scaled or args.get("num_experts") or args.get("window_size"):
-        return None
-    kind = "qwen3" if args.get("qk_layernorm") else "qwen2" if args.get("add_qkv_bias") else "llama"
-    grouped = args.get("group_query_attention") and args.get("num_query_groups")
+        return _gpt2_config(args) | shared
+    if style == ["rope", "RMSNorm", True, False] and not _has_unsupported_parts(args):
+        return _llama_config(args) | shared
+    return None
+
+
+def _has_unsupported_parts(args: Mapping[str, Any]) -> bool:
+    """Return whether the positions, MLP or attention differ from those of the models in `LLAMA_LIKE`."""
+    if args.get("rotary_percent", 1.0) != 1.0:
+        return True
+    return any(args.get(name) for name in ("use_rope_scaling", "rotary_interleaved", "num_experts", "window_size"))
+
+
+def _gpt2_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    # Both options of Megatron approximate GELU with tanh, which transformers names `gelu_new`.
+    is_approximate = args.get("bias_gelu_fusion") or args.get("openai_gelu")
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": args["num_layers"],
+        "n_embd": args["hidden_size"],
+        "n_head": args["num_attention_heads"],
+        "n_inner": args["ffn_hidden_size"],
+        "n_positions": args["max_position_embeddings"],
+        "activation_function": "gelu_new" if is_approximate else "gelu",
+        "layer_norm_epsilon": args.get("norm_epsilon", 1e-5),
+    }
+
+
+def _llama_config(args: Mapping[str, Any]) -> dict[str, Any]:
+    if args.get("qk_layernorm"):
+        kind = "qwen3"
+    elif args.get("add_qkv_bias"):
+        kind = "qwen2"
+    else:
+        kind = "llama"
+    heads = args["num_attention_heads"]
+    groups = heads
+    # Megatron's `num_query_groups` has a default of 1, which counts only with `group_query_attention`.
+    if args.get("group_query_attention"):
+        groups = args.get("num_query_groups") or heads
     return {
         "model_type": kind,
         "architectures": [LLAMA_LIKE[kind]],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
+        "num_hidden_layers": args["num_layers"],
+        "hidden_size": args["hidden_size"],
         "num_attention_heads": heads,
-        "num_key_value_heads": grouped or heads,
-        "intermediate_size": mlp,
-        "head_dim": args.get("kv_channels") or hidden // heads,
-        "max_position_embeddings": positions,
+        "num_key_value_heads": groups,
+        "intermediate_size": args["ffn_hidden_size"],
+        "head_dim": args.get("kv_channels") or args["hidden_size"] // heads,
+        "max_position_embeddings": args["max_position_embeddings"],
         "rms_norm_eps": args.get("norm_epsilon", 1e-5),
         "hidden_act": "silu",
-        **shared,
         "rope_parameters": {"rope_type": "default", "rope_theta": float(args.get("rotary_base", 10000))},
     }

@@ -38,44 +38,64 @@ def read_sharded(path: Path) -> Sharded | None:
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return _from_dcp(path, read_dcp(path))
     if (path / f"{FSDP_MODEL}0").is_dir():
+        # Accelerate has one folder for the model and one for each optimizer, such as `optimizer_0`.
         tree = read_dcp(path / f"{FSDP_MODEL}0")
-        folders = sorted(entry for entry in path.glob(f"{_FSDP_OPTIMIZER}*") if entry.is_dir())
-        return _from_dcp(path, tree | {folder.name: read_dcp(folder).get("optimizer") for folder in folders})
+        for entry in sorted(path.glob(f"{_FSDP_OPTIMIZER}*")):
+            if entry.is_dir():
+                tree[entry.name] = read_dcp(entry).get("optimizer")
+        return _from_dcp(path, tree)
     folder = find_deepspeed(path)
     return None if folder is None else read_deepspeed(folder)
 
 
 def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
-    inner = tree.get("app")
-    if isinstance(inner, Mapping):  # an object with state_dict(), as in torch's tutorial
-        tree = {**tree, **inner}
-    found = {key: match for key in tree if (match := _OPTIMIZER.fullmatch(key))}
-    optimizers = [tree[key] for key in sorted(found, key=lambda key: int(found[key][1] or 0))]
-    weights = next((tree[key] for key in _WEIGHTS if isinstance(tree.get(key), Mapping)), None)
-    if weights is None:
-        weights = {name: value for name, value in tree.items() if isinstance(value, torch.Tensor)}
+    app = tree.get("app")
+    if isinstance(app, Mapping):  # an object with state_dict(), as in torch's tutorial
+        tree = {**tree, **app}
+    weights = _find_weights(tree)
     if not weights:
         raise CheckpointError(
             f"{path} has no weights under {', '.join(_WEIGHTS)}: it has {', '.join(list(tree)[:10]) or 'nothing'}. "
             f"For Accelerate's save_state pass {FSDP_MODEL}0, or its parent folder, which also has the optimizer."
         )
+    # The number in a key is the optimizer's position: `optimizer_10` comes after `optimizer_2`.
+    optimizers: list[tuple[int, Any]] = []
+    for key, state in tree.items():
+        match = _OPTIMIZER.fullmatch(key)
+        if match and isinstance(state, Mapping) and "param_groups" in state:
+            optimizers.append((int(match[1] or 0), state))
+    optimizers.sort(key=lambda numbered: numbered[0])
     meta = path / _LIGHTNING_META
     progress = read_torch_file(meta)[0] if meta.is_file() else {}
     return Sharded(
         "torch.distributed",
         weights,
-        [state for state in optimizers if isinstance(state, Mapping) and "param_groups" in state],
+        [state for _, state in optimizers],
         progress=progress,
         schedulers=list(progress.get("lr_schedulers") or []),
     )
 
 
+def _find_weights(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the weights under one of the usual keys, or else the tensors at the top of the state dict."""
+    for key in _WEIGHTS:
+        nested = tree.get(key)
+        if isinstance(nested, Mapping):
+            return nested
+    return {name: value for name, value in tree.items() if isinstance(value, torch.Tensor)}
+
+
 def accelerate_rng(saved: Any) -> dict[str, Any]:
     """Return one rank's RNG states of Accelerate in the form of `core.rng.rng_state`. Empty if a state is missing."""
     try:
+        # The tuple of `numpy.random.get_state()`, and the dict of `get_state(legacy=False)`.
         name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
-        state = {"key": key, "pos": position}
-        numpy = {"bit_generator": name, "state": state, "has_gauss": has_gauss, "gauss": gauss}
+        numpy = {
+            "bit_generator": name,
+            "state": {"key": key, "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": gauss,
+        }
         return {"python": saved["random_state"], "numpy": numpy, "torch": saved["torch_manual_seed"]}
     except (KeyError, TypeError, ValueError):
         return {}
@@ -102,14 +122,17 @@ def merge_weights(
         max_shard_bytes: largest total size of the tensors in one file.
         remove_source: delete `source` once the weights are on the disk.
     """
-    source, target = Path(source), Path(target)
+    source = Path(source)
+    target = Path(target)
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a folder.")
     if remove_source and target.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{target} is within {source}, which would be removed. Choose another folder.")
     if (source / MANIFEST).is_file():
         tensors, tied = stored_tensors(source)
-        weights = {tensor.name: Weight(tensor.like, partial(_read, tensor.read)) for tensor in tensors}
+        weights = {}
+        for tensor in tensors:
+            weights[tensor.name] = Weight(tensor.like, partial(_in_one_part, tensor.read))
     else:
         weights, tied = _foreign_weights(source)
     files = replace_weights(target, weights, max_shard_bytes=max_shard_bytes, safe=safe, tied=tied)
@@ -119,6 +142,7 @@ def merge_weights(
 
 
 def _foreign_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Return the weights, and tied name → first name."""
     sharded = read_sharded(source)
     if sharded is None:
         raise CheckpointError(
@@ -127,20 +151,24 @@ def _foreign_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
         )
     weights: dict[str, Weight] = {}
     tied: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for raw, value in sharded.weights.items():
-        name = plain_name(raw)
+    # Tied names have one object. `sharded.weights` keeps the objects alive, so that ids are unique.
+    first_names: dict[int, str] = {}
+    for saved_name, value in sharded.weights.items():
         if not isinstance(value, torch.Tensor):
             continue
-        if first.setdefault(id(value), name) != name:
-            tied[name] = first[id(value)]
+        name = plain_name(saved_name)
+        first_name = first_names.setdefault(id(value), name)
+        if first_name != name:
+            tied[name] = first_name
         elif isinstance(value, SavedTensor):
+            # The shards are joined when the tensor is written.
             like = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            weights[name] = Weight(like, partial(_read, value.load))
+            weights[name] = Weight(like, partial(_in_one_part, value.load))
         else:
             weights[name] = Weight.of(value)
     return weights, tied
 
 
-def _read(load: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+def _in_one_part(load: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor as `Weight.read` does, which may yield several parts."""
     yield load().reshape(-1)

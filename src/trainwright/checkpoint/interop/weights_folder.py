@@ -53,17 +53,19 @@ _SHARD = re.compile(r"-\d{5,}-of-(\d{5,})\.[a-z]+$")
 
 def _in_full(weight: Weight) -> torch.Tensor:
     """Return a weight as a contiguous CPU tensor. Its storage has no other elements."""
-    here = weight.in_memory
-    if here is not None and here.device.type == "cpu":
-        is_plain = here.is_contiguous() and not here.is_conj() and not here.is_neg()
-        if is_plain and here.untyped_storage().nbytes() == here.nbytes:
-            return here
-    made = torch.empty(weight.like.shape, dtype=weight.like.dtype, device="cpu")
-    flat, begin = made.view(-1), 0
+    tensor = weight.in_memory
+    if tensor is not None and tensor.device.type == "cpu":
+        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        # torch.save writes the full storage, also that of a slice.
+        if is_plain and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+    full = torch.empty(weight.like.shape, dtype=weight.like.dtype, device="cpu")
+    flat = full.view(-1)
+    begin = 0
     for part in weight.read():
         flat[begin : begin + part.numel()].copy_(part)
         begin += part.numel()
-    return made
+    return full
 
 
 @dataclass(slots=True)
@@ -101,8 +103,10 @@ class _Files:
         """Return the index for shards with the given file names."""
         sizes = {name: weight.like.nbytes for shard in self.shards for name, weight in shard.items()}
         index = shard_index(sizes, dict(zip(names, map(list, self.shards), strict=True)), {})
-        files = index["weight_map"]
-        index["weight_map"] = dict(sorted({**files, **{to: files[of] for to, of in self.tied.items()}}.items()))
+        file_of = index["weight_map"]
+        for name, first_name in self.tied.items():
+            file_of[name] = file_of[first_name]
+        index["weight_map"] = dict(sorted(file_of.items()))
         return dump_json(index, indent=2).encode() + b"\n"
 
 
@@ -131,12 +135,16 @@ def replace_weights(
         The model's files, the index last if there is one.
     """
     folder = folder.absolute()
-    dealt = deal_out({name: weight.like.nbytes for name, weight in weights.items()}, max_shard_bytes)
-    shards = [{name: weights[name] for name in names} for names in dealt]
+    sizes = {name: weight.like.nbytes for name, weight in weights.items()}
+    shards = []
+    for names in deal_out(sizes, max_shard_bytes):
+        shards.append({name: weights[name] for name in names})
     files = _Files(safe, shards, {} if safe else dict(tied or {}))
+    # From `folder` up to the first that exists, so that `_undo` deletes inner folders first.
     new_folders = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
-    _check_room(folder, new_folders[-1].parent if new_folders else folder, weights)
-    written: dict[str, Path] = {}
+    existing_folder = new_folders[-1].parent if new_folders else folder
+    _check_room(folder, existing_folder, sum(sizes.values()))
+    written: dict[str, Path] = {}  # final name → file with a hidden name
     try:
         make_folder(folder)
         for name, shard in zip(files.names(), files.shards, strict=True):
@@ -145,46 +153,57 @@ def replace_weights(
                 write_files(folder, [plan_streamed(written[name].name, shard)])
             else:
                 _write_pickle(written[name], shard, files.tied)
-        written.setdefault(files.entry, hidden(folder / files.entry, "tmp"))
+        if not files.is_single:
+            # `_put_in_place` writes the index, once the names of the shards are known.
+            written[files.entry] = hidden(folder / files.entry, "tmp")
     except BaseException as error:
-        _undo([*written.values()], new_folders)
+        _undo(list(written.values()), new_folders)
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"the weights cannot be written to {folder}: {error.strerror or error}. The folder is unchanged."
             ) from error
         raise
-    names = _put_in_place(folder, files, written, new_folders)
+    shard_files = _put_in_place(folder, files, written, new_folders)
     try:
-        _remove_others(folder, {*names, files.entry})
-        names = _take_own_names(folder, files, names)
+        _remove_others(folder, {*shard_files, files.entry})
+        shard_files = _rename_to_final(folder, files, shard_files)
     except OSError as error:
         raise CheckpointError(
             f"the new weights are in {folder}, but old files could not be deleted: {error}. Save again to retry."
         ) from error
-    return [folder / name for name in dict.fromkeys([*names, files.entry])]
+    # A single file is the entry.
+    return [folder / name for name in dict.fromkeys([*shard_files, files.entry])]
 
 
-def _check_room(folder: Path, there: Path, weights: Mapping[str, Weight]) -> None:
-    if not there.is_dir():
-        raise CheckpointError(f"the weights cannot be written to {folder}: {there} is a file. Choose a folder.")
-    need, free = sum(weight.like.nbytes for weight in weights.values()), shutil.disk_usage(there).free
-    if need > free:
+def _check_room(folder: Path, existing_folder: Path, needed: int) -> None:
+    """Raise an error if `existing_folder`, the closest to `folder`, is a file or its disk has no `needed` bytes."""
+    if not existing_folder.is_dir():
         raise CheckpointError(
-            f"the weights need {format_bytes(need)} and the disk of {folder} has {format_bytes(free)} free (a previous "
-            "model in the folder remains until the new one is complete). Free space, or choose another folder."
+            f"the weights cannot be written to {folder}: {existing_folder} is a file. Choose a folder."
+        )
+    free = shutil.disk_usage(existing_folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"the weights need {format_bytes(needed)} and the disk of {folder} has {format_bytes(free)} free (a "
+            "previous model in the folder remains until the new one is complete). Free space, or choose another "
+            "folder."
         )
 
 
 def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, str]) -> None:
     """Write a new file in torch's format and wait until it is on the disk."""
     tensors = {name: _in_full(weight) for name, weight in shard.items()}
-    tensors |= {other: tensors[first] for other, first in tied.items() if first in tensors}
+    for name, first_name in tied.items():
+        # A tied tensor is in the shard of its first name. torch.save writes its storage once.
+        if first_name in tensors:
+            tensors[name] = tensors[first_name]
     with open(path, "xb") as file:
         fault_point("open", path)
         try:
             torch.save(tensors, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # the cause of torch's error
+            # torch's writer replaces the OSError of a full disk by a RuntimeError.
+            if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
         fault_point("write", path)
@@ -195,26 +214,30 @@ def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, st
 
 def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_folders: list[Path]) -> list[str]:
     """Publish the new weights as the folder's model (steps 2 and 3). Return the names of the weight files."""
-    own = names = files.names()
+    final_names = files.names()
+    names = final_names
     entry = files.entry
-    if not files.is_single and any(os.path.lexists(folder / name) for name in own):
+    if not files.is_single and any(os.path.lexists(folder / name) for name in final_names):
+        # The previous model may have these shards, and its index must find them until the new index replaces it.
         names = files.names(secrets.token_hex(8))
-    new = list(written.values())
-    ready = False
+    new_files = list(written.values())
+    is_ready = False
     try:
         if not files.is_single:
             write_file(written[entry], files.index(names))
-            for name, target in zip(own, names, strict=True):
-                os.replace(written[name], folder / target)
-                new.append(folder / target)
-                fault_point("rename", folder / target)
+            for final_name, name in zip(final_names, names, strict=True):
+                os.replace(written[final_name], folder / name)
+                new_files.append(folder / name)
+                fault_point("rename", folder / name)
+            # The shards must be on the disk before the index that names them.
             sync_folder(folder)
-        ready = True
+        is_ready = True
         rename(written[entry], folder / entry)
     except BaseException as error:
-        if ready and not os.path.lexists(written[entry]):
-            raise  # the new model has been published
-        _undo(new, new_folders)
+        # After the rename, the folder holds the new model, whose files must remain.
+        if is_ready and not os.path.lexists(written[entry]):
+            raise
+        _undo(new_files, new_folders)
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"the weights cannot be put into {folder}: {error.strerror or error}. The folder is unchanged."
@@ -223,11 +246,22 @@ def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_
     return names
 
 
-def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Delete the files of previous models and killed saves, indices first. Files with the names `kept` remain."""
-    left = [name for name in os.listdir(folder) if name not in kept and _is_model_file(name)]
-    entries = [name for name in left if _SHARD.search(name) is None and not name.startswith(".")]
-    for names in (sorted(entries, key=lambda name: not name.endswith(".json")), sorted(set(left) - set(entries))):
+def _remove_others(folder: Path, new_names: set[str]) -> None:
+    """Delete the files of previous models and of killed saves (step 4). Files with the new names remain."""
+    indices = []
+    single_files = []
+    shards = []
+    for name in sorted(os.listdir(folder)):
+        if name in new_names or not _is_model_file(name):
+            continue
+        if name.startswith(".") or _SHARD.search(name):
+            shards.append(name)
+        elif name.endswith(".json"):
+            indices.append(name)
+        else:
+            single_files.append(name)
+    # After a crash between the two, there are shards without an index, which no reader takes for a model.
+    for names in ([*indices, *single_files], shards):
         for name in names:
             (folder / name).unlink(missing_ok=True)
             fault_point("delete", folder / name)
@@ -236,31 +270,34 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    visible, _ = split_hidden(name) or (name, "")
-    return _MODEL_FILE.fullmatch(visible) is not None
+    split = split_hidden(name)
+    if split is not None:
+        name = split[0]
+    return _MODEL_FILE.fullmatch(name) is not None
 
 
-def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
-    """Rename shards from temporary to final names, if the file system has hard links. Return the current names."""
-    own = files.names()
-    if names == own:
+def _rename_to_final(folder: Path, files: _Files, names: list[str]) -> list[str]:
+    """Rename shards from temporary to final names (step 5), if the file system has hard links. Return their names."""
+    final_names = files.names()
+    if names == final_names:
         return names
     linked: list[Path] = []
     try:
-        for name, target in zip(names, own, strict=True):
-            os.link(folder / name, folder / target)
-            linked.append(folder / target)
-            fault_point("link", folder / target)
+        for name, final_name in zip(names, final_names, strict=True):
+            os.link(folder / name, folder / final_name)
+            linked.append(folder / final_name)
+            fault_point("link", folder / final_name)
     except OSError:  # without hard links: the index has the temporary names, which readers use
         _undo(linked, [])
         return names
+    # Both names exist until the new index is on the disk, so that each index finds its shards.
     sync_folder(folder)
-    replace_file(folder / files.entry, files.index(own))
+    replace_file(folder / files.entry, files.index(final_names))
     for name in names:
         (folder / name).unlink()
         fault_point("delete", folder / name)
     sync_folder(folder)
-    return own
+    return final_names
 
 
 def _undo(files: list[Path], folders: list[Path]) -> None:
@@ -273,5 +310,5 @@ def _undo(files: list[Path], folders: list[Path]) -> None:
 
 def shards_of(path: Path) -> int:
     """Return the number of shards that a file's name contains: 2 for `…-of-00002.safetensors`, else 1."""
-    found = _SHARD.search(path.name)
-    return int(found[1]) if found else 1
+    match = _SHARD.search(path.name)
+    return int(match[1]) if match else 1
