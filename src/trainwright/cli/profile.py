@@ -187,7 +187,7 @@ def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from trainwright.cli.tuning import REMEDIES
+    from trainwright.cli.remedies import REMEDIES
 
     parser = argparse.ArgumentParser(
         prog="trainwright profile",
