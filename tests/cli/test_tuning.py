@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from trainwright.cli.main import main
-from trainwright.cli.tuning import REMEDIES, TrialError, TrialRun, Tuning, change, judge
+from trainwright.cli.remedies import REMEDIES, change
+from trainwright.cli.tuning import TrialError, TrialRun, Tuning, judge
 
 _PROJECT = """
 import time
@@ -120,7 +121,7 @@ def test_batch_sizes_compare_as_many_samples() -> None:
 
 def test_changes_are_those_of_arguments_that_exist_and_are_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
-    monkeypatch.setattr("trainwright.cli.tuning.usable_cores", lambda: 8)
+    monkeypatch.setattr("trainwright.cli.remedies.usable_cores", lambda: 8)
     optimizer = {"class_path": "torch.optim.SGD", "init_args": {"fused": None, "foreach": True}}
     config = {
         "trainer": {"compile": False, "precision": "16-mixed", "strategy": "auto"},
@@ -141,6 +142,11 @@ def test_changes_are_those_of_arguments_that_exist_and_are_not_set(monkeypatch: 
         "bf16": "not tried: it is 16-mixed already",
         "batch_size": (["data.init_args.batch_size=8"], (4, 8)),
     }
+
+
+def test_a_batch_size_is_doubled_where_it_is_set() -> None:
+    config = {"data": {"batch_size": None, "train": {"batch_size": 4}}}
+    assert change(config, "batch_size") == (["data.train.batch_size=8"], (4, 8))
 
 
 def _measures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:

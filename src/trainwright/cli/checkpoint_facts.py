@@ -49,40 +49,46 @@ class Row:
 
 def checkpoints_at(path: Path) -> list[Path]:
     """Return `path` if it is a checkpoint, else all checkpoints below `path`, at any depth."""
-    found = _folders(path) if _looks_ours(path) or not path.is_dir() else _below(path)
-    if not found:
+    if _is_checkpoint(path) or not path.is_dir():
+        return _folders(path)
+    checkpoints = _below(path)
+    if not checkpoints:
         raise CheckpointError(f"{path} is not a checkpoint and contains none. Pass a checkpoint or a run's folder.")
-    return found
+    return checkpoints
 
 
 def _below(folder: Path) -> list[Path]:
-    found: list[Path] = []
+    checkpoints: list[Path] = []
     for entry in sorted(folder.iterdir()):
-        if _looks_ours(entry):
-            found.append(entry)
+        if _is_checkpoint(entry):
+            checkpoints.append(entry)
         elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
-            found += _below(entry)
-    return found
+            checkpoints += _below(entry)
+    return checkpoints
 
 
 def _folders(path: Path) -> list[Path]:
+    """Return `path` if it is a checkpoint, else the checkpoints in it or, if there are none, in its `checkpoints`."""
     if not path.exists():
         read_manifest(path)  # raises, with a hint, unless a crash left the checkpoint under a hidden name
         return [path]
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, and a checkpoint is a folder. Pass a folder.")
-    if _looks_ours(path):
+    if _is_checkpoint(path):
         return [path]
     for folder in (path, path / CHECKPOINTS):
-        found = sorted(entry for entry in folder.iterdir() if _looks_ours(entry)) if folder.is_dir() else []
-        if found:
-            return found
+        if not folder.is_dir():
+            continue
+        checkpoints = sorted(entry for entry in folder.iterdir() if _is_checkpoint(entry))
+        if checkpoints:
+            return checkpoints
     return []
 
 
-def _looks_ours(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     if path.name.startswith(".") or not path.is_dir():
         return False
+    # A damaged checkpoint may lack its manifest. It is listed with this problem.
     return (path / MANIFEST).exists() or (path / f"{TRAINER_STEM}.json").exists()
 
 
@@ -91,12 +97,16 @@ def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}. Check the path.")
     rows = [_row(path, hashes) for path in _folders(folder)]
-    return sorted(rows, key=lambda row: (-1 if row.step is None else row.step, row.created, row.name))
+    return sorted(rows, key=_position)
+
+
+def _position(row: Row) -> tuple[int, str, str]:
+    return -1 if row.step is None else row.step, row.created, row.name
 
 
 def list_remote(url: str) -> list[Row]:
     """Return a row for each complete checkpoint directly below `url`, by step. Only manifests are read."""
-    return [_row_of(last_part(item.url), item.url, item.manifest, []) for item in find_remote(url)]
+    return [_row_of(last_part(each.url), each.url, each.manifest, []) for each in find_remote(url)]
 
 
 def _row(path: Path, hashes: bool) -> Row:
@@ -111,16 +121,16 @@ def _row(path: Path, hashes: bool) -> Row:
 def _row_of(name: str, path: str, manifest: Manifest, problems: list[str]) -> Row:
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(manifest.created)
     return Row(
-        name,
-        path,
-        manifest.step,
-        manifest.epoch,
-        manifest.kind,
-        dict(manifest.metrics),
-        sum(_bytes_of(manifest, part) for part in manifest.parts),
-        manifest.created,
-        age.total_seconds(),
-        problems,
+        name=name,
+        path=path,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        kind=manifest.kind,
+        metrics=dict(manifest.metrics),
+        bytes=sum(_bytes_of(manifest, part) for part in manifest.parts),
+        created=manifest.created,
+        age_s=age.total_seconds(),
+        problems=problems,
     )
 
 
@@ -149,11 +159,7 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         "topology": dict(manifest.topology),
         "versions": dict(manifest.versions),
         "metrics": dict(manifest.metrics),
-        "parts": {
-            name: f"{len(part.files)} files, {_bytes_of(manifest, name)} bytes"
-            + ("" if part.required else ", optional")
-            for name, part in manifest.parts.items()
-        },
+        "parts": {name: _part(manifest, name) for name in manifest.parts},
     }
     if "model" in manifest.parts:
         facts["model"] = _model(path)
@@ -166,6 +172,12 @@ def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
         stems = numbered(manifest.parts["rng"].files, RNG_FOLDER, "rank")
         facts["rng"] = {f"rank {rank}": list(_raw(path, stem)) for rank, stem in enumerate(stems)}
     return facts
+
+
+def _part(manifest: Manifest, name: str) -> str:
+    part = manifest.parts[name]
+    optional = "" if part.required else ", optional"
+    return f"{len(part.files)} files, {_bytes_of(manifest, name)} bytes{optional}"
 
 
 def _model(path: Path) -> dict[str, Any]:
@@ -191,7 +203,9 @@ class _OnDemand(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._names = [name for name in read_header(path) if name != "__metadata__"] if path.is_file() else []
+        self._names: list[str] = []
+        if path.is_file():  # a state without tensors has no file
+            self._names = [name for name in read_header(path) if name != "__metadata__"]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return read_safetensors(self._path, names=[name])[name]
@@ -204,16 +218,24 @@ class _OnDemand(Mapping[str, torch.Tensor]):
 
 
 def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
+    """Return the class, the names of the state and the groups of an optimizer."""
     raw = _raw(folder, stem)
-    groups = decode(raw["groups"], _OnDemand(folder / f"{stem}.safetensors"))
+    groups: list[dict[str, Any]] = []
+    for group in decode(raw["groups"], _OnDemand(folder / f"{stem}.safetensors")):
+        num_parameters = len(group.pop("params"))
+        groups.append({"parameters": num_parameters, **_nested(group)})
     states = raw["state"]
     # A dict with a reserved key of JSON or the codec is a list of pairs.
     entries = [pair[1] for pair in states["v"]] if TAG in states else list(states.values())
-    keys = sorted({key for entry in entries for key in entry})
+    keys: set[str] = set()
+    for entry in entries:
+        keys |= set(entry)
+    names = ", ".join(sorted(keys)) or "none yet"
+    num_states = sum(bool(entry) for entry in entries)  # an optimizer creates a state with the first step
     return {
         "class": str(raw["class"]),
-        "state": f"{', '.join(keys) or 'none yet'}, for {sum(map(bool, entries))} of {len(entries)} parameters",
-        "groups": [{"parameters": len(each.pop("params")), **_nested(each)} for each in groups],
+        "state": f"{names}, for {num_states} of {len(entries)} parameters",
+        "groups": groups,
     }
 
 
@@ -235,11 +257,14 @@ def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _aggregated(item: dict[str, Any]) -> str:
-    return ", ".join([*map(str, item.get("logged", ())), *map(str, item.get("objects", ()))]) or "nothing"
+    names = [*item.get("logged", ()), *item.get("objects", ())]
+    return ", ".join(map(str, names)) or "nothing"
 
 
 def _nested(value: object) -> Any:
-    return {str(key): _short(item) for key, item in value.items()} if isinstance(value, dict) else _short(value)
+    if isinstance(value, dict):
+        return {str(key): _short(item) for key, item in value.items()}
+    return _short(value)
 
 
 def _short(value: object, limit: int = 100) -> Any:
@@ -247,6 +272,8 @@ def _short(value: object, limit: int = 100) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if value.numel() == 1:
+            return value.item()
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -39,10 +39,12 @@ def env(argv: Sequence[str]) -> int:
     if wanted.json:
         print(json.dumps(facts, indent=2))
         return 0
-    texts = {
-        name: ", ".join(value) or "none" if isinstance(value, list) else str(value) for name, value in facts.items()
-    }
-    print(*table_lines(list(texts.items())), sep="\n")
+    rows: list[tuple[str, str]] = []
+    for name, value in facts.items():
+        if isinstance(value, list):
+            value = ", ".join(value) or "none"
+        rows.append((name, str(value)))
+    print(*table_lines(rows), sep="\n")
     return 0
 
 
@@ -59,6 +61,7 @@ def collect(config_file: str | None = None) -> dict[str, Any]:
     }
     facts |= {name: _version(name) for name in _PACKAGES}
     facts["cuda"] = _cuda_version()
+    # In a container or a job, a process may use fewer cores than the machine has.
     facts["cpu cores"] = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     facts["cpu instructions"] = _cpu_instructions()
     facts["accelerator"], facts["devices"] = _devices()
@@ -84,12 +87,15 @@ def _version(package: str) -> str | None:
 
 def _cuda_version() -> str | None:
     """Return torch's CUDA version from its file `version.py`, because importing torch takes seconds."""
-    found = importlib.util.find_spec("torch")
-    file = None if found is None or found.origin is None else Path(found.origin).with_name("version.py")
-    if file is None or not file.is_file():
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
+    file = Path(spec.origin).with_name("version.py")
+    if not file.is_file():
+        return None
+    # The line is `cuda: Optional[str] = '12.8'`, or None without CUDA.
     match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return match and match[1]
+    return None if match is None else match[1]
 
 
 def _devices() -> tuple[str | None, list[str]]:
@@ -101,14 +107,21 @@ def _devices() -> tuple[str | None, list[str]]:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return None, []
-    indices = range(torch.accelerator.device_count())
     name_of = getattr(torch.get_device_module(accelerator), "get_device_name", None)
-    return accelerator.type, [f"{accelerator.type}:{i}" if name_of is None else name_of(i) for i in indices]
+    names: list[str] = []
+    for i in range(torch.accelerator.device_count()):
+        names.append(f"{accelerator.type}:{i}" if name_of is None else name_of(i))
+    return accelerator.type, names
 
 
 def _cpu_instructions() -> list[str]:
     """Return this CPU's instructions for low-precision matrix products. Empty except on Linux on x86."""
     file = Path("/proc/cpuinfo")
-    match = re.search(r"^flags\s*:(.*)$", file.read_text(errors="replace") if file.is_file() else "", re.MULTILINE)
-    flags = set(match[1].split()) if match else set()
+    if not file.is_file():
+        return []
+    # The flags of the first core stand for all.
+    match = re.search(r"^flags\s*:(.*)$", file.read_text(errors="replace"), re.MULTILINE)
+    if match is None:
+        return []
+    flags = match[1].split()
     return [name for name in _CPU_INSTRUCTIONS if name in flags]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainwright.core.run import Stage
 
 PREDICTIONS_NAME = "predictions.safetensors"
+_KEY = "predictions"  # name of a tensor that has none
 LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit`
 
 
@@ -52,12 +53,16 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     built = build(parser, settings)
     trainer = built.trainer
     if stage == "fit" and detect(settings.trainer.get("launcher") or "auto").rank == 0:
+        # Before the run, so that a run that fails has its configuration, too.
         save_config(resolved_yaml(parser, settings), Path(trainer.default_root_dir))
     if stage == "predict":
         _predict(built, settings)
     else:
-        loading = {name: settings[name] for name in LOADING} if stage == "fit" else {}
-        getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **loading)
+        loading: dict[str, Any] = {}
+        if stage == "fit":
+            loading = {name: settings[name] for name in LOADING}
+        run = getattr(trainer, stage)
+        run(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **loading)
     return INTERRUPTED if trainer.interrupted else 0
 
 
@@ -81,12 +86,16 @@ def test(argv: Sequence[str]) -> int:
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Return the parser, and the settings of a command line and its files, which override `defaults`."""
     add_project_to_import_path()
-    config = {**(defaults or {}), **read_configs(line.configs)}
+    config: dict[str, Any] = {}
+    if defaults is not None:
+        config |= defaults
+    config |= read_configs(line.configs)
     if stage != "fit":  # the same file serves every stage
         for name in LOADING:
             config.pop(name, None)
     parser = build_parser(stage)
-    settings = parse(parser, config, line, known=("seed_everything", "trainer", "task", "data", "ckpt_path", *LOADING))
+    known = ("seed_everything", "trainer", "task", "data", "ckpt_path", *LOADING)
+    settings = parse(parser, config, line, known=known)
     for key in ("task", "data"):
         if key not in settings:
             settings[key] = None
@@ -97,13 +106,14 @@ def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any
 
 def _predict(built: Namespace, settings: Namespace) -> None:
     """Predict, and write the outputs on the main process. With `--output none`, nothing is written."""
-    trainer, keep = built.trainer, settings.output != "none"
-    found = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
+    trainer = built.trainer
+    keep = settings.output != "none"
+    outputs = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
     if keep and trainer.is_global_zero:
         path = Path(settings.output or Path(trainer.default_root_dir) / PREDICTIONS_NAME)
-        shapes = write_predictions(found or [], path)
-        told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-        print(f"predictions: {path} ({told})")
+        shapes = write_predictions(outputs or [], path)
+        text = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        print(f"predictions: {path} ({text})")
 
 
 def build_parser(stage: Stage) -> Any:
@@ -165,9 +175,6 @@ def check_checkpoint(ckpt_path: str | None) -> None:
         )
 
 
-_KEY = "predictions"
-
-
 def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Size]:
     """Concatenate outputs of `predict_step` along the first dimension, write them to a file, and return their shapes.
 
@@ -183,8 +190,12 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
             "predict_step returned different names for different batches. Return the same names for all batches, or "
             "write the outputs in a callback, with --output none."
         )
-    joined = {name: torch.cat([batch[name].cpu() for batch in named]).contiguous() for name in names}
+    joined: dict[str, torch.Tensor] = {}
+    for name in names:
+        # safetensors stores contiguous tensors only.
+        joined[name] = torch.cat([batch[name].cpu() for batch in named]).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A reader never sees a file that is half written.
     staging = path.with_name(f".{path.name}.tmp")
     save_file(joined, staging)
     staging.replace(path)
@@ -192,11 +203,13 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
 
 
 def _named(batch: Batch) -> dict[str, torch.Tensor]:
-    found = dict(batch) if isinstance(batch, Mapping) else {_KEY: batch}
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+    """Return the tensors of an output by name. Raise TaskError for outputs that cannot be written."""
+    tensors = dict(batch) if isinstance(batch, Mapping) else {_KEY: batch}
+    for name, value in tensors.items():
+        is_batch = isinstance(value, torch.Tensor) and value.dim() > 0
+        if not isinstance(name, str) or not is_batch:
             raise TaskError(
                 f"predict_step returned {type(value).__name__} ({name}), which `trainwright predict` cannot write. "
                 "Return a tensor of shape (batch, ...) or a dict of them; or write in a callback, with --output none."
             )
-    return found
+    return tensors

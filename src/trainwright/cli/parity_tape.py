@@ -33,8 +33,11 @@ from trainwright.core.tree import Batch, iterate_tensors
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import parameters_of
 
-GRADIENT, PARAMETER = "gradient", "parameter"
-LOSS, NORM, COPY = "loss", "gradient norm", "copy"
+GRADIENT = "gradient"
+PARAMETER = "parameter"
+LOSS = "loss"
+NORM = "gradient norm"
+COPY = "copy"
 KINDS = (LOSS, NORM, GRADIENT, PARAMETER)
 
 
@@ -62,14 +65,19 @@ class Tape:
     @classmethod
     def read(cls, label: str, folder: Path) -> Self:
         """Read the records in a run's folder, without tensors. `label` names the run in messages."""
-        steps = [StepRecord(**json.loads(file.read_text())) for file in sorted(folder.glob("step-*.json"))]
-        return cls(label, folder, **json.loads((folder / "facts.json").read_text()), steps=steps)
+        steps: list[StepRecord] = []
+        for file in sorted(folder.glob("step-*.json")):
+            steps.append(StepRecord(**json.loads(file.read_text())))
+        facts = json.loads((folder / "facts.json").read_text())
+        return cls(label, folder, facts["task"], facts["processes"], facts["precision"], steps)
 
     def tensors(self, step: int, kind: str) -> dict[str, torch.Tensor]:
         """Read a step's gradients before clipping, or the parameters after the step. Step 0 is the initial state."""
-        file, prefix = self.folder / f"step-{step:05}.safetensors", f"{kind}/"
+        file = self.folder / f"step-{step:05}.safetensors"
+        prefix = f"{kind}/"
         names = [name for name in read_header(file) if name.startswith(prefix)]
-        return {name.removeprefix(prefix): tensor for name, tensor in read_safetensors(file, names=names).items()}
+        tensors = read_safetensors(file, names=names)
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 class StepTape(Callback):
@@ -88,11 +96,12 @@ class StepTape(Callback):
         self._num_steps = 0
         self._record = StepRecord()
         self._gradients: dict[str, torch.Tensor] = {}
-        self._place = (0, 0)
+        self._place = (0, 0)  # epoch, and index of the micro-batch in the order over all ranks
 
     def setup(self, trainer: Any, task: TaskModule, stage: Stage) -> None:
         self._engine: Engine = trainer.strategy
         dp_size = self._engine.data_ranks.num_readers
+        # The group of micro-batches of a step is the same for all runs. More ranks accumulate fewer of them each.
         accumulate, rest = divmod(self.micro_batches, dp_size)
         if rest:
             raise ConfigurationError(
@@ -117,7 +126,8 @@ class StepTape(Callback):
             (self.folder / "facts.json").write_text(json.dumps(facts))
 
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
-        self._record, self._gradients = StepRecord(), {}
+        self._record = StepRecord()
+        self._gradients = {}
         self._seed(trainer, group.first_idx)  # the task's transfer hooks may draw
 
     def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
@@ -131,8 +141,13 @@ class StepTape(Callback):
         self._seed_at(epoch, place + self._engine.data_ranks.num_readers)  # for the transfer of the next one
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
-        own = {id(parameter) for parameter in parameters_of([optimizer])}
-        names = {plain_name(name) for name, parameter in task.named_parameters() if id(parameter) in own}
+        # By identity, because `==` of tensors compares their elements.
+        stepped = {id(parameter) for parameter in parameters_of([optimizer])}
+        names: set[str] = set()
+        for name, parameter in task.named_parameters():
+            if id(parameter) in stepped:
+                names.add(plain_name(name))
+        # All ranks gather the full gradients, and the main process stores them.
         for name, gradient in self._engine.state.full_gradients(keep=trainer.is_global_zero).items():
             # An engine's own optimizer may hold other tensors than the task's.
             if trainer.is_global_zero and (name in names or not names):
@@ -144,14 +159,19 @@ class StepTape(Callback):
         all_ranks = self._engine.processes.gather_object((loss, self._record.data))
         losses = [loss for loss, _ in all_ranks if loss is not None]
         self._record.loss = sum(losses) / len(losses) if losses else None
-        self._record.data = {place: digest for _, data in all_ranks for place, digest in data.items()}
+        self._record.data = {}
+        for _, data in all_ranks:
+            self._record.data |= data
         if result.grad_norm is not None:
             self._record.norm = float(result.grad_norm)
         elif self._gradients:
-            self._record.norm = float(torch.stack([g.double().norm() for g in self._gradients.values()]).norm())
+            # The norm of the norms is the norm of all elements.
+            norms = [gradient.double().norm() for gradient in self._gradients.values()]
+            self._record.norm = float(torch.stack(norms).norm())
         self._write(trainer)
 
     def _seed(self, trainer: Run, idx: int) -> None:
+        # With 2 readers, micro-batch 3 of reader 1 is micro-batch 3 * 2 + 1 = 7 of the epoch.
         ranks = self._engine.data_ranks
         self._place = trainer.state.epoch, idx * ranks.num_readers + ranks.reader
         self._seed_at(*self._place)
@@ -164,6 +184,7 @@ class StepTape(Callback):
         """Write the record and the tensors of the current step on the main process. Collective."""
         main = trainer.is_global_zero
         parameters = self._engine.state.full_parameters(keep=main)
+        # Without full weights, ranks hold shards, and not copies of the same parameters.
         if trainer.world_size > 1 and self._engine.capabilities.full_weights:
             self._record.copies = self._compare_copies(parameters)
         if main:
@@ -176,12 +197,12 @@ class StepTape(Callback):
         """Return the rank and the name of each parameter that differs from the parameter of rank 0. Collective."""
         mine = {name: _digest(tensor) for name, tensor in parameters.items()}
         all_ranks = self._engine.processes.gather_object(mine)
-        return [
-            [rank, name]
-            for name in mine
-            for rank, digests in enumerate(all_ranks)
-            if digests.get(name) != all_ranks[0][name]
-        ]
+        copies: list[list[Any]] = []
+        for name in mine:
+            for rank, digests in enumerate(all_ranks):
+                if digests.get(name) != all_ranks[0][name]:
+                    copies.append([rank, name])
+        return copies
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,11 +211,13 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(tree: object) -> str:
+    """Return a digest of the dtypes, shapes and bits of all tensors in a tree."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in iterate_tensors(tree):
         plain = tensor.detach().cpu().contiguous()
         digest.update(str((plain.dtype, tuple(plain.shape))).encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+        if plain.numel():  # a tensor without elements has no bytes to view
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -211,8 +234,17 @@ class Tolerance:
     @classmethod
     def of(cls, precision: str, atol: float | None, rtol: float | None) -> Tolerance:
         """Return the requested tolerance. Default: the tolerance for rounding errors in this precision."""
-        default = {"64-true": cls(1e-10, 1e-8), "32-true": cls(1e-6, 1e-4)}.get(precision, cls(1e-3, 3e-2))
-        return cls(default.atol if atol is None else atol, default.rtol if rtol is None else rtol)
+        if precision == "64-true":
+            default = cls(atol=1e-10, rtol=1e-8)
+        elif precision == "32-true":
+            default = cls(atol=1e-6, rtol=1e-4)
+        else:
+            default = cls(atol=1e-3, rtol=3e-2)
+        if atol is None:
+            atol = default.atol
+        if rtol is None:
+            rtol = default.rtol
+        return cls(atol, rtol)
 
     def bound(self, reference: torch.Tensor) -> float:
         """Return the largest allowed absolute difference from `reference`."""
@@ -255,13 +287,14 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """Return messages about micro-batches with different values and about elements that are not compared."""
-        notes = []
+        notes: list[str] = []
         if self.other_data:
             epoch, _, place = self.other_data[0].partition("/")
             notes.append(f"the data differ: micro-batch {place} of epoch {epoch} holds other values.")
         counts = {name: int(mask.sum()) for name, mask in self.noise.items() if mask.any()}
         if counts:
-            some = ", ".join(f"{count} of {name}" for name, count in list(counts.items())[:3])
+            first = list(counts.items())[:3]
+            some = ", ".join(f"{count} of {name}" for name, count in first)
             more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
             notes.append(f"not compared: elements whose gradients are rounding noise around zero ({some}{more}).")
         return notes
@@ -269,9 +302,11 @@ class Comparison:
     def compare_step(self, step: int) -> None:
         """Compare one step, in the order of computation. Add its differences to `found`."""
         self.step = step
-        mine, other = self.reference.steps[step], self.other.steps[step]
+        mine = self.reference.steps[step]
+        other = self.other.steps[step]
         shared = mine.data.keys() & other.data.keys()
         self.other_data += sorted(place for place in shared if mine.data[place] != other.data[place])
+        # A step computes its loss, gradients, their norm and then its parameters: the first difference is the cause.
         self._compare_numbers(LOSS, mine.loss, other.loss)
         self._compare_gradients(self.reference.tensors(step, GRADIENT), self.other.tensors(step, GRADIENT))
         self._compare_numbers(NORM, mine.norm, other.norm)
@@ -292,7 +327,9 @@ class Comparison:
             other = theirs[name] if name in theirs else torch.zeros_like(mine)
             if self._compare(GRADIENT, name, mine, other):
                 noise = (mine != other) & (mine.abs() <= self.tolerance.bound(mine))
-                self.noise[name] = self.noise[name] | noise if name in self.noise else noise
+                if name in self.noise:  # a parameter keeps the noise of earlier steps
+                    noise = self.noise[name] | noise
+                self.noise[name] = noise
 
     def _compare_parameters(self, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
         for name in dict.fromkeys([*ours, *theirs]):
@@ -307,25 +344,32 @@ class Comparison:
 
     def _compare(self, kind: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> bool:
         """Compare two tensors and record a difference; return whether they are equal within the tolerance."""
-        ours, theirs = self.reference.label, self.other.label
+        ours = self.reference.label
+        theirs = self.other.label
         if mine.shape != other.shape:
             text = f"its shape is {tuple(mine.shape)} under {ours}, {tuple(other.shape)} under {theirs}"
             self.found.append(Difference(kind, name, text))
             return False
-        mine, other = mine.double(), other.double()
-        gaps, bound, largest = _gaps(mine, other), self.tolerance.bound(mine), _largest(mine)
+        mine = mine.double()
+        other = other.double()
+        gaps = _gaps(mine, other)
         gap = float(gaps.max()) if gaps.numel() else 0.0
-        relative = gap / largest if largest else (math.inf if gap else 0.0)
+        bound = self.tolerance.bound(mine)
+        largest = _largest(mine)
+        if largest:
+            relative = gap / largest
+        else:
+            relative = math.inf if gap else 0.0
         if gap > bound or largest > self.tolerance.atol:  # otherwise both are close to zero
             self.worst[kind] = max(self.worst.get(kind, 0.0), relative)
         self.worst.setdefault(kind, 0.0)
         if gap <= bound:
             return True
         index = tuple(int(i) for i in torch.unravel_index(gaps.argmax(), gaps.shape))
+        where = f" at {list(index)}" if index else ""
         text = (
-            f"{ours} {float(mine[index]):.8g}, {theirs} {float(other[index]):.8g}"
-            f"{f' at {list(index)}' if index else ''}; greatest difference {gap:.3g} (relative {relative:.3g}), "
-            f"allowed {bound:.3g}"
+            f"{ours} {float(mine[index]):.8g}, {theirs} {float(other[index]):.8g}{where}; "
+            f"greatest difference {gap:.3g} (relative {relative:.3g}), allowed {bound:.3g}"
         )
         self.found.append(Difference(kind, name, text))
         return False
@@ -338,7 +382,9 @@ def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
         result.compare_step(step)
         if result.found:
             return result
-    ours, theirs = len(reference.steps) - 1, len(other.steps) - 1
+    # The initial state is not a step.
+    ours = len(reference.steps) - 1
+    theirs = len(other.steps) - 1
     if ours != theirs:
         result.step += 1
         result.found.append(Difference(LOSS, "", f"{reference.label} made {ours} step(s), {other.label} {theirs}"))

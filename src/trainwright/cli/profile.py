@@ -28,13 +28,26 @@ _SHORT_MS = 2.0  # shorter steps get advice
 _OPTIONS = ("--steps", "--warmup", "--json", "--apply", "--output", "--repeats", "--help")
 _SECTIONS = ("--task", "--data", "--trainer")
 _DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)  # they save, or write to the terminal
-_OFF = ("logger", "barebones", "fast_dev_run")
-_UNSET = ("profiler", "preemption_grace", "max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")
-_REPLACED = {**dict.fromkeys(_OFF, False), **dict.fromkeys(_UNSET), "max_epochs": -1, "num_sanity_val_steps": 0}
+# Arguments of the Trainer that a profile replaces: it writes nothing, and ends after a number of steps, not earlier.
+_REPLACED = {
+    "logger": False,
+    "barebones": False,
+    "fast_dev_run": False,
+    "profiler": None,
+    "preemption_grace": None,
+    "max_time": None,
+    "max_samples": None,
+    "max_tokens": None,
+    "min_epochs": None,
+    "min_steps": None,
+    "max_epochs": -1,
+    "num_sanity_val_steps": 0,
+}
 _LOADER_FACTS = ("num_workers", "prefetch_factor", "batch_size", "pin_memory")
 _REPEATS = 3  # of a trial run
-_SHORT_WAIT_MS = 0.5  # a worker's own costs for a batch are about as long
-_UNEVEN = 3.0  # the longest wait in means, from which batches that are prepared ahead help
+_SHORT_WAIT_MS = 0.5  # about what a worker process itself costs for a batch
+# A wait this many times the mean is a slow batch among fast ones: batches that are prepared ahead hide it.
+_UNEVEN = 3.0
 
 
 class _Gather(Callback):
@@ -53,17 +66,20 @@ class _Gather(Callback):
     def on_train_end(self, trainer: Any, task: object) -> None:
         """Gather the results. Collective."""
         self.ranks = trainer.run.engine.processes.gather_object(trainer.profiler.result())
-        loader, optimizers = trainer.train_dataloader, list(trainer.optimizers)
+        arguments = trainer.settings.arguments
+        optimizers = list(trainer.optimizers)
         self.facts = {
-            **{name: getattr(loader, name, None) for name in _LOADER_FACTS},  # None: a loader of another class
             "is_cpu": trainer.run.engine.settings.device_type == "cpu",
-            "is_32": parse_precision(trainer.settings.arguments.precision or "32-true").name == "32-true",
+            "is_32": parse_precision(arguments.precision or "32-true").name == "32-true",
             "accumulate": trainer.settings.accumulate_grad_batches,
-            "compile": bool(trainer.settings.arguments.compile),
+            "compile": bool(arguments.compile),
             "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),
             "unfused": None,
         }
+        for name in _LOADER_FACTS:
+            self.facts[name] = getattr(trainer.train_dataloader, name, None)  # None: a loader of another class
         for each in optimizers:
+            # Only optimizers that take `fused` have it among their defaults.
             if not each.defaults.get("fused", True) and not each.defaults.get("foreach"):
                 self.facts["unfused"] = type(each).__name__
 
@@ -80,42 +96,71 @@ class _NoLogger(Logger):
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """Return advice for the longest part of a step, and other parts of at least 20 %. `facts` are `_Gather.facts`."""
-    step, parts = result["step_ms"], result["parts"]
-    ranked = sorted(parts, key=lambda part: -parts[part])
-    chosen = [part for i, part in enumerate(ranked) if not i or 100 * parts[part] / step >= _NOTABLE]
-    texts = [f"{part} is {100 * parts[part] / step:.0f} % of a step{_change(part, result, facts)}" for part in chosen]
-    if step < _SHORT_MS:
+    step_ms = result["step_ms"]
+    texts: list[str] = []
+    ranked = sorted(result["parts"].items(), key=lambda item: item[1], reverse=True)
+    for i, (part, ms) in enumerate(ranked):
+        percentage = 100 * ms / step_ms
+        if i == 0 or percentage >= _NOTABLE:
+            texts.append(f"{part} is {percentage:.0f} % of a step{_change(part, result, facts)}")
+    if step_ms < _SHORT_MS:
         size = "" if facts["batch_size"] is None else f" with batch_size={facts['batch_size']}"
         compiled = "" if facts["compile"] else ", or trainer.compile=True"
-        texts.append(f"a step takes {step:.2g} ms{size}, little work for its fixed costs: use a larger batch{compiled}")
+        texts.append(
+            f"a step takes {step_ms:.2g} ms{size}, little work for its fixed costs: use a larger batch{compiled}"
+        )
     return texts
 
 
 def _change(part: str, result: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    tries = [] if facts["compile"] else ["trainer.compile=True"]
-    tries += ["trainer.precision=bf16-mixed"] if facts["is_32"] else []
-    compute = ", which is computation" + (f": try {' or '.join(tries)}" if tries else "")
-    more = f"trainer.accumulate_grad_batches={2 * facts['accumulate']}"
-    fused = f"pass fused=True (or foreach=True) to {facts['unfused']}" if facts["unfused"] else f"set {more}"
-    name, ms = max(result["callbacks"].items(), key=lambda item: item[1], default=("", 0.0))
-    owner, _, hook = name.partition(".")  # a hook is given for the task only
-    slow = f"the task's {hook}" if hook else owner
-    moving = ": set pin_memory=True in the loader" if not facts["pin_memory"] else ": send less data for a batch"
-    return {
-        "data wait": _change_of_loader(result, facts, os.cpu_count() or 1),
-        "host to device": ": see transfer_batch_to_device of the task" if facts["is_cpu"] else moving,
-        "forward": compute,
-        "backward": compute,
-        "communication": f" with accumulate_grad_batches={facts['accumulate']}: set {more}, or use a larger batch",
-        "optimizer": f" with {facts['parameters']} parameter tensors: {fused}",
-        "callbacks": f": {slow} takes {ms:.3g} ms of it. Do its work less often{'' if hook else ', or remove it'}",
-        "validation": ": validate less often, with a larger trainer.val_check_interval",
-        OTHER: ": it is outside of all other parts. See its Python functions with trainer.profiler=advanced",
-    }[part]
+    """Return the change that shortens a part of a step, as the end of a sentence."""
+    accumulate = facts["accumulate"]
+    more = f"trainer.accumulate_grad_batches={2 * accumulate}"
+    match part:
+        case "data wait":
+            return _change_of_loader(result, facts, os.cpu_count() or 1)
+        case "host to device":
+            if facts["is_cpu"]:
+                return ": see transfer_batch_to_device of the task"
+            return ": send less data for a batch" if facts["pin_memory"] else ": set pin_memory=True in the loader"
+        case "forward" | "backward":
+            return _change_of_computation(facts)
+        case "communication":
+            return f" with accumulate_grad_batches={accumulate}: set {more}, or use a larger batch"
+        case "optimizer":
+            unfused = facts["unfused"]
+            change = f"pass fused=True (or foreach=True) to {unfused}" if unfused else f"set {more}"
+            return f" with {facts['parameters']} parameter tensors: {change}"
+        case "callbacks":
+            return _change_of_callbacks(result["callbacks"])
+        case "validation":
+            return ": validate less often, with a larger trainer.val_check_interval"
+    assert part == OTHER
+    return ": it is outside of all other parts. See its Python functions with trainer.profiler=advanced"
+
+
+def _change_of_computation(facts: Mapping[str, Any]) -> str:
+    tries: list[str] = []
+    if not facts["compile"]:
+        tries.append("trainer.compile=True")
+    if facts["is_32"]:
+        tries.append("trainer.precision=bf16-mixed")
+    if not tries:
+        return ", which is computation"
+    return f", which is computation: try {' or '.join(tries)}"
+
+
+def _change_of_callbacks(ms_by_name: Mapping[str, float]) -> str:
+    name, ms = max(ms_by_name.items(), key=lambda item: item[1], default=("", 0.0))
+    owner, _, hook = name.partition(".")
+    if hook:  # only hooks of the task are measured one by one: `Net.on_train_batch_end`
+        return f": the task's {hook} takes {ms:.3g} ms of it. Do its work less often"
+    return f": {owner} takes {ms:.3g} ms of it. Do its work less often, or remove it"
 
 
 def _change_of_loader(result: Mapping[str, Any], facts: Mapping[str, Any], cores: int) -> str:
-    workers, wait = facts["num_workers"], result["parts"]["data wait"]
+    workers = facts["num_workers"]
+    wait = result["parts"]["data wait"]
     if wait < _SHORT_WAIT_MS:
         return f": {wait:.2g} ms, which worker processes do not shorten. Use a larger batch, or do less work per sample"
     if workers is None:
@@ -148,9 +193,7 @@ def profile(argv: Sequence[str]) -> int:
     if wanted.steps < 1 or wanted.warmup < 1:
         raise ConfigurationError(f"--steps {wanted.steps} --warmup {wanted.warmup}: expected at least 1 of each.")
     for word in rest:
-        option = word.partition("=")[0]
-        if option[:2] == "--" and option not in _SECTIONS and "." not in option and (hint := nearest(option, _OPTIONS)):
-            raise ConfigurationError(f"unknown option {option}.{hint}")
+        _check_option(word)
     if wanted.apply:
         return tune(rest, names, wanted)
     if wanted.output or wanted.repeats != _REPEATS:
@@ -161,13 +204,16 @@ def profile(argv: Sequence[str]) -> int:
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
-    trainer, task, gather = built.trainer, built.task, _Gather()
+    trainer = built.trainer
+    task = built.task
+    gather = _Gather()
     traced = _TRACED_STEPS if max(trainer.world_size, trainer.num_devices) > 1 else 0
     trainer.settings.profiler = StepPartsProfiler(wanted.steps, wanted.warmup, traced)
     trainer.logger = _NoLogger()
-    of_task = task.configure_callbacks
-    vars(task)["configure_callbacks"] = lambda: [each for each in listed(of_task()) if not isinstance(each, _DROPPED)]
-    trainer.callbacks = [*(each for each in trainer.callbacks if not isinstance(each, _DROPPED)), gather]
+    task_callbacks = task.configure_callbacks
+    # An attribute of the instance hides the method of its class.
+    vars(task)["configure_callbacks"] = lambda: _profiled(listed(task_callbacks()))
+    trainer.callbacks = [*_profiled(trainer.callbacks), gather]
     trainer.max_steps = wanted.warmup + wanted.steps + traced
     path = settings.ckpt_path
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
@@ -179,15 +225,33 @@ def profile(argv: Sequence[str]) -> int:
     return 0
 
 
+def _check_option(word: str) -> None:
+    """Raise an error for a misspelled option, such as `--step`. Other words belong to the configuration."""
+    option = word.partition("=")[0]
+    if not option.startswith("--") or option in _SECTIONS or "." in option:
+        return
+    hint = nearest(option, _OPTIONS)
+    if hint:
+        raise ConfigurationError(f"unknown option {option}.{hint}")
+
+
+def _profiled(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks without those that save, or write to the terminal."""
+    return [each for each in callbacks if not isinstance(each, _DROPPED)]
+
+
 def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the names of remedies after `--apply`, and the other arguments."""
-    end = list(argv).index("--apply") + 1 if "--apply" in argv else len(argv)
+    if "--apply" not in argv:
+        return [], list(argv)
+    end = list(argv).index("--apply") + 1
+    # An override or a file has a `=` or a dot, so that it is not an identifier.
     names = list(takewhile(str.isidentifier, argv[end:]))
     return names, [*argv[:end], *argv[end + len(names) :]]
 
 
 def _parser() -> argparse.ArgumentParser:
-    from trainwright.cli.tuning import REMEDIES
+    from trainwright.cli.remedies import REMEDIES
 
     parser = argparse.ArgumentParser(
         prog="trainwright profile",
@@ -199,10 +263,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to measure (default: 20)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    names, sides = ", ".join(REMEDIES), "trial runs of each side of a comparison (default: 3)"
+    names = ", ".join(REMEDIES)
     parser.add_argument("--apply", action="store_true", help=f"try changes in trial runs: all, or those named: {names}")
     parser.add_argument("--output", help="configuration to write with --apply (default: CONFIG.tuned.yaml)")
-    parser.add_argument("--repeats", type=int, default=_REPEATS, help=sides)
+    parser.add_argument(
+        "--repeats", type=int, default=_REPEATS, help="trial runs of each side of a comparison (default: 3)"
+    )
     return parser
 
 
@@ -210,22 +276,44 @@ def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
     main = gather.ranks[0]
     if not main["steps"]:
         raise ConfigurationError(f"training ended within {wanted.warmup} warm-up steps: lower --warmup.")
+    # All ranks wait for the slowest one within their communication. Without it, their own work remains.
     work = [each["step_ms"] - each["parts"]["communication"] for each in gather.ranks]
-    slowest = max(range(len(work)), key=work.__getitem__)  # the other ranks wait for it
+    slowest = max(range(len(work)), key=work.__getitem__)
     largest = max(main["parts"], key=main["parts"].__getitem__)
     texts = advice(main, gather.facts)
-    there = gather.ranks[slowest]["parts"]
     if wanted.json:
-        numbers = {**main, "warmup": wanted.warmup, "world_size": len(work), "largest": largest, "advice": texts}
-        numbers["losses"] = [loss.item() for loss in gather.losses]
-        print(json.dumps({**numbers, "slowest_rank": slowest, "slowest": there}, indent=2))
+        numbers = {
+            **main,
+            "warmup": wanted.warmup,
+            "world_size": len(work),
+            "largest": largest,
+            "advice": texts,
+            "losses": [loss.item() for loss in gather.losses],
+            "slowest_rank": slowest,
+            "slowest": gather.ranks[slowest]["parts"],
+        }
+        print(json.dumps(numbers, indent=2))
         return
-    several = len(work) > 1
-    of = f", rank 0 of {len(work)}" if several else ""
-    print(f"Mean of {main['steps']} steps after {wanted.warmup} warm-up steps{of}: {main['step_ms']:.3f} ms")
-    print(f"{'part':<14}  {'ms':>10}  {'%':>6}" + (f"  {f'rank {slowest}, slowest':>18}" if several else ""))
+    _print_parts(gather.ranks, slowest, wanted.warmup)
+    print(f"Largest part: {largest}.")
+    for text in texts:
+        print(f"- {text}.")
+
+
+def _print_parts(ranks: Sequence[Mapping[str, Any]], slowest: int, warmup: int) -> None:
+    """Print the parts of a step of rank 0 and, with several ranks, those of the slowest rank."""
+    main = ranks[0]
+    several = len(ranks) > 1
+    of = f", rank 0 of {len(ranks)}" if several else ""
+    head = f"{'part':<14}  {'ms':>10}  {'%':>6}"
+    if several:
+        head += f"  {f'rank {slowest}, slowest':>18}"
+    print(f"Mean of {main['steps']} steps after {warmup} warm-up steps{of}: {main['step_ms']:.3f} ms")
+    print(head)
     for part, ms in main["parts"].items():
-        if part != "validation" or ms:
-            more = f"  {there[part]:>18.3f}" if several else ""
-            print(f"{part:<14}  {ms:>10.3f}  {100 * ms / main['step_ms']:>6.1f}{more}")
-    print(f"Largest part: {largest}.", *(f"- {text}." for text in texts), sep="\n")
+        if part == "validation" and not ms:
+            continue
+        line = f"{part:<14}  {ms:>10.3f}  {100 * ms / main['step_ms']:>6.1f}"
+        if several:
+            line += f"  {ranks[slowest]['parts'][part]:>18.3f}"
+        print(line)

@@ -92,7 +92,8 @@ class CLI:
         run: bool = True,
         auto_configure_optimizers: bool = True,
     ) -> None:
-        self.model_class, self.datamodule_class = model_class, datamodule_class
+        self.model_class = model_class
+        self.datamodule_class = datamodule_class
         self.save_config_callback = save_config_callback
         self.save_config_kwargs = dict(save_config_kwargs or {})
         self.trainer_class = trainer_class
@@ -155,57 +156,70 @@ class CLI:
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build the Trainer from the settings. `kwargs` override settings. May be overridden."""
-        arguments = {**self._default_objects(), **_as_dict(self._built.get("trainer")), **kwargs}
-        for name, value in self._default_objects().items():
+        defaults = self._default_objects()
+        arguments = {**defaults, **_as_dict(self._built.get("trainer")), **kwargs}
+        for name, value in defaults.items():
+            # The settings hold None for an argument that the configuration does not set.
             if arguments[name] is None:
                 arguments[name] = value
-        callbacks = [*listed(arguments.get("callbacks")), *(self._built[key] for key in self.parser.callback_keys)]
+        callbacks = listed(arguments.get("callbacks"))
+        callbacks += [self._built[key] for key in self.parser.callback_keys]
         callbacks += listed(self.trainer_defaults.get("callbacks"))
         if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
             callbacks.append(self.save_config_callback(self.parser, self._settings, **self.save_config_kwargs))
-        return self.trainer_class(**{**arguments, "callbacks": callbacks})
+        arguments["callbacks"] = callbacks
+        return self.trainer_class(**arguments)
 
     # Reading
 
     def _read(self, args: Sequence[str] | Mapping[str, Any] | None, run: bool) -> None:
         add_project_to_import_path()
-        given: dict[str, Any] = {}
+        config: dict[str, Any] = {}
         words: list[str] = []
         if isinstance(args, Mapping):
-            given = plain(dict(args))
+            config = plain(dict(args))
         else:
             words = list(sys.argv[1:] if args is None else args)
         if run:
-            self.subcommand, words, given = self._take_stage(words, given)
+            self.subcommand, words, config = self._take_stage(words, config)
         self.parser = self._make_parser()
         line = read_command_line(words)
-        self._settings = self._parse({**given, **read_configs(line.configs)}, line)
+        # Files after the stage override those before it.
+        config = {**config, **read_configs(line.configs)}
+        self._settings = self._parse(config, line)
         self.config = self._below_stage(self._settings)
 
-    def _take_stage(self, words: list[str], given: dict[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
-        """Return the stage, the arguments after it, and the settings of files that are named before it."""
+    def _take_stage(self, words: list[str], config: dict[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
+        """Return the stage, the arguments after it, and the settings of files that are named before it.
+
+        Such a file has the settings of a stage under its name: `fit: {trainer: …}`. If it has the settings of only one
+        stage, the command line need not name the stage.
+        """
         names = list(self.subcommands())
-        if not words and given:
-            stage = given.pop("subcommand", None) or next((name for name in names if name in given), None)
+        stage: str | None = None
+        if config and not words:  # a mapping instead of a command line
+            stage = config.pop("subcommand", None) or next((name for name in names if name in config), None)
         else:
             index = next((i for i, word in enumerate(words) if word in names), len(words))
-            before, words = words[:index], words[index:]
+            before = words[:index]
+            words = words[index:]
             if "-h" in before or "--help" in before:
                 print(f"usage: {Path(sys.argv[0]).name} [--config FILE] {{{','.join(names)}}} [ARGUMENTS]")
                 raise SystemExit(0)
-            stage = words.pop(0) if words else None
-            if stage is None and not (before and before[0].startswith("-")):
+            if words:
+                stage = words.pop(0)
+            elif not before or not before[0].startswith("-"):  # a misspelled stage, or nothing
                 raise ConfigurationError(
                     f"name the stage to run: {', '.join(names)}.{nearest(''.join(before[:1]), names)}"
                 )
-            given = read_configs(read_command_line(before).configs)
-            in_file = [name for name in names if name in given]
+            config = read_configs(read_command_line(before).configs)
+            in_file = [name for name in names if name in config]
             if stage is None and len(in_file) == 1:
                 stage = in_file[0]
         if stage not in names:
             raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(stage or '', names)}")
-        own = given.get(stage)
-        return stage, words, dict(own) if isinstance(own, Mapping) else {}
+        of_stage = config.get(stage)
+        return stage, words, dict(of_stage) if isinstance(of_stage, Mapping) else {}
 
     def _make_parser(self) -> Any:
         stages = self.subcommands()
@@ -215,8 +229,9 @@ class CLI:
             raise ConfigurationError("parser_kwargs: parser_mode is not supported; files are read as YAML. Remove it.")
         program = f"{Path(sys.argv[0]).name} {self.subcommand or ''}".rstrip()
         usage = f"{program} [--config FILE] [KEY=VALUE …]"
-        settings = {"prog": program, "usage": usage, "exit_on_error": False, "allow_abbrev": False, **options}
-        parser: Any = parser_class()(**settings)
+        # Without exits, a wrong setting can be explained. Without abbreviations, a misspelled option is an error.
+        defaults = {"prog": program, "usage": usage, "exit_on_error": False, "allow_abbrev": False}
+        parser: Any = parser_class()(**{**defaults, **options})
         parser.add_argument("-c", "--config", action="config", help="YAML file; may be repeated, later ones win")
         parser.add_argument(
             "--seed_everything",
@@ -231,7 +246,7 @@ class CLI:
                 parser.add_optimizer_args()
             if not parser.schedules:
                 parser.add_lr_scheduler_args()
-        parser.link_settings()
+        parser.link_settings()  # after all arguments, because a link names two of them
         self._stage_arguments: list[str] = []
         if self.subcommand is not None:
             self._stage_arguments = self._add_stage(parser, self.subcommand)
@@ -241,15 +256,20 @@ class CLI:
         accept_strategies()
         parser.add_class_arguments(class_of(self.trainer_class), "trainer", instantiate=False, fail_untyped=False)
         group_trainer_options(parser)
-        defaults = {f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks" and _is_plain(v)}
+        defaults: dict[str, Any] = {}
+        for name, value in self.trainer_defaults.items():
+            if name != "callbacks" and _is_plain(value):
+                defaults[f"trainer.{name}"] = value
         parser.set_defaults(defaults)
-        model, data = self.model_class or TaskModule, self.datamodule_class or DataModule
+        model = self.model_class or TaskModule
+        data = self.datamodule_class or DataModule
         parser.add_lightning_class_args(model, "model", self.subclass_mode_model, required=False)
         parser.add_lightning_class_args(data, "data", self.subclass_mode_data, required=False)
 
     def _add_stage(self, parser: CLIParser, stage: str) -> list[str]:
         cls = class_of(self.trainer_class)
-        skip = self.subcommands()[stage] & set(inspect.signature(getattr(cls, stage)).parameters) - {"self"}
+        parameters = set(inspect.signature(getattr(cls, stage)).parameters) - {"self"}
+        skip = self.subcommands()[stage] & parameters
         added = list(parser.add_method_arguments(cls, stage, skip=skip, fail_untyped=False))
         if "ckpt_path" in added:
             parser.set_defaults(ckpt_path=None)  # the same for stages that receive the task
@@ -262,9 +282,11 @@ class CLI:
             for name in inspect.signature(getattr(class_of(self.trainer_class), stage)).parameters:
                 if name not in known and name not in _GIVEN_BY_CLI:
                     config.pop(name, None)
-        own: dict[str, object] = {} if self.subclass_mode_model else {"model": self.model_class}
-        own |= {} if self.subclass_mode_data else {"data": self.datamodule_class}
-        fixed = {key: cls for key, cls in own.items() if isinstance(cls, type)}
+        fixed: dict[str, type] = {}  # a function instead of a class has no class path
+        if not self.subclass_mode_model and isinstance(self.model_class, type):
+            fixed["model"] = self.model_class
+        if not self.subclass_mode_data and isinstance(self.datamodule_class, type):
+            fixed["data"] = self.datamodule_class
         settings = parse(self.parser, config, line, known=known, classes=fixed)
         if settings.get("model") is None and self.subclass_mode_model:
             raise ConfigurationError("no model is configured. Name it: --model=module.Class, or model: in --config.")
@@ -281,14 +303,20 @@ class CLI:
         seed = self._settings.seed_everything
         if seed is False:
             return
-        self._settings.seed_everything = random.randrange(_SEEDS) if seed is True else seed
-        seed_everything(self._settings.seed_everything, workers=True)
+        if seed is True:
+            seed = random.randrange(_SEEDS)
+        self._settings.seed_everything = seed  # saved with the settings
+        seed_everything(seed, workers=True)
 
     # Building and running
 
     def _default_objects(self) -> dict[str, Any]:
         """Return the values of `trainer_defaults` that YAML cannot represent."""
-        return {k: v for k, v in self.trainer_defaults.items() if k != "callbacks" and not _is_plain(v)}
+        objects: dict[str, Any] = {}
+        for name, value in self.trainer_defaults.items():
+            if name != "callbacks" and not _is_plain(value):
+                objects[name] = value
+        return objects
 
     def _use_configured_optimizer(self) -> None:
         """Set the task's `configure_optimizers` if the configuration defines an optimizer."""
@@ -311,15 +339,17 @@ class CLI:
         stage = self.subcommand
         if stage is None:
             return
-        before, after = (getattr(self, f"{when}_{stage}", None) for when in ("before", "after"))
+        # A sub-class may define `before_fit`, `after_fit`, and `fit` itself.
+        before = getattr(self, f"before_{stage}", None)
+        after = getattr(self, f"after_{stage}", None)
         if before is not None:
             before()
         arguments = {name: self._built[name] for name in self._stage_arguments}
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
-        own = getattr(self, stage, None)
-        if own is not None:
-            own(model=self.model, **arguments)
+        method = getattr(self, stage, None)
+        if method is not None:
+            method(model=self.model, **arguments)
         else:
             getattr(self.trainer, stage)(self.model, **arguments)
         if after is not None:
@@ -353,14 +383,19 @@ class _ClassRecipe(NamedTuple):
         return cls(settings["class_path"], options)
 
     def make(self, argument: str, value: object) -> Any:
-        """Create an optimizer from parameters, or a schedule from an optimizer. `value` is the first argument of a
-        class, or the argument of a function that is called `argument`.
+        """Create an optimizer from parameters, or a schedule from an optimizer.
+
+        Args:
+            argument: name of the argument of a function that receives `value`.
+            value: the parameters or the optimizer. A class receives it as its first argument.
         """
         from trainwright.core.registry import import_object
 
         module, _, name = self.path.rpartition(".")
-        made = import_object(f"{module}:{name}")
-        return made(value, **self.arguments) if isinstance(made, type) else made(**{argument: value}, **self.arguments)
+        make = import_object(f"{module}:{name}")
+        if isinstance(make, type):
+            return make(value, **self.arguments)
+        return make(**{argument: value}, **self.arguments)
 
 
 def _configure_optimizers(
@@ -368,14 +403,19 @@ def _configure_optimizers(
 ) -> Any:
     """Create the configured optimizer and schedule when the task's `configure_optimizers` is called."""
     optimizer = recipe.make("params", task.parameters())
-    return finish(task, optimizer, None if schedule is None else schedule.make("optimizer", optimizer))
+    lr_scheduler = None
+    if schedule is not None:
+        lr_scheduler = schedule.make("optimizer", optimizer)
+    return finish(task, optimizer, lr_scheduler)
 
 
 def _as_dict(settings: object) -> dict[str, Any]:
     """Return the values of a namespace by name. Nested objects are not converted."""
     if settings is None:
         return {}
-    return dict(settings) if isinstance(settings, Mapping) else dict(vars(settings))
+    if isinstance(settings, Mapping):
+        return dict(settings)
+    return dict(vars(settings))
 
 
 def _is_plain(value: object) -> bool:

@@ -13,7 +13,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
 from trainwright.cli.main import main
 from trainwright.cli.reports.run_files import read_run
-from trainwright.cli.reports.step_replay import replay_step
+from trainwright.cli.reports.step_replay import _is_close, replay_step
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers.csv_logger import CSVLogger
 
@@ -108,3 +108,11 @@ def test_a_missing_checkpoint_or_configuration_is_an_error(tmp_path: Path, capsy
     assert "is not a folder" in capsys.readouterr().err
     assert main(["replay", str(tmp_path), "--step", "1"]) == 2
     assert "replay needs the configuration of the run" in capsys.readouterr().err
+
+
+def test_a_finite_value_is_not_close_to_an_infinite_one() -> None:
+    infinity = float("inf")
+    assert not _is_close(1.0, infinity, 1e-3)
+    assert not _is_close(-infinity, infinity, 1e-3)
+    assert _is_close(infinity, infinity, 1e-3)
+    assert _is_close(float("nan"), float("nan"), 1e-3)

@@ -22,19 +22,28 @@ _PACKAGES: dict[str, tuple[str, str | None]] = {
 
 def translate_config(node: object, place: str = "") -> None:
     """Replace class paths of Lightning and Accelerate in place. `place` is the node's key in the full configuration."""
-    for index, item in enumerate(node if isinstance(node, list) else ()):
-        translate_config(item, f"{place}[{index}]")
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            translate_config(item, f"{place}[{index}]")
     if not isinstance(node, dict):
         return
     path = node.get("class_path")
-    if isinstance(path, str) and path.partition(".")[0] in LIBRARIES:
-        own = own_name(path)
-        if own is None:
-            told = answer(path.rpartition(".")[2], LIBRARIES[path.partition(".")[0]])
-            raise ConfigurationError(f"{place}.class_path={path}: {told or 'Trainwright has no such class.'}")
-        node["class_path"] = own
+    if isinstance(path, str):
+        node["class_path"] = _own_path(path, place)
     for key, item in node.items():
         translate_config(item, f"{place}.{key}" if place else str(key))
+
+
+def _own_path(path: str, place: str) -> str:
+    """Return Trainwright's class path for a class of Lightning or Accelerate. Other paths are not changed."""
+    library = LIBRARIES.get(path.partition(".")[0])
+    if library is None:
+        return path
+    own = own_name(path)
+    if own is None:
+        advice = answer(path.rpartition(".")[2], library) or "Trainwright has no such class."
+        raise ConfigurationError(f"{place}.class_path={path}: {advice}")
+    return own
 
 
 def expand_config(config: dict[str, Any]) -> None:
@@ -47,15 +56,18 @@ def expand_config(config: dict[str, Any]) -> None:
         return
     for key in _PACKAGES.keys() & settings.keys():
         value = settings[key]
-        settings[key] = [_expand(key, item) for item in value] if isinstance(value, list) else _expand(key, value)
+        if isinstance(value, list):
+            settings[key] = [_expand(key, item) for item in value]
+        else:
+            settings[key] = _expand(key, value)
 
 
 def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Replace short names in assignments, such as `trainer.callbacks+=EarlyStopping`; see `expand_config`."""
-    expanded = []
+    expanded: list[tuple[str, str]] = []
     for key, text in assignments:
         match = re.fullmatch(r"trainer\.(\w+)\+?(\.class_path)?", key)
-        path = class_path(match[1], text) if match is not None and match[1] in _PACKAGES else None
+        path = class_path(match[1], text) if match is not None else None
         if path is None:
             expanded.append((key, text))
         elif key == "trainer.strategy":  # may also be text, which the parser would take a path for
@@ -67,24 +79,30 @@ def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str
 
 def expand_help(flags: Sequence[str]) -> list[str]:
     """Replace short names in flags such as `--trainer.callbacks.help=EarlyStopping`. Unknown names are not changed."""
-    expanded = []
+    expanded: list[str] = []
     for flag in flags:
         match = re.fullmatch(r"(--trainer\.(\w+)\.help)=(\w+)", flag)
-        path = class_path(match[2], match[3]) if match is not None and match[2] in _PACKAGES else None
-        expanded.append(flag if match is None or path is None else f"{match[1]}={path}")
+        path = class_path(match[2], match[3]) if match is not None else None
+        if match is not None and path is not None:
+            flag = f"{match[1]}={path}"
+        expanded.append(flag)
     return expanded
 
 
 def class_path(key: str, name: str) -> str | None:
-    """Return the class path for a short name under `trainer.<key>`, or None for an unknown name."""
+    """Return the class path for a short name under `trainer.<key>`, or None for an unknown name or key."""
+    if key not in _PACKAGES:
+        return None
     package, registry = _package(key)
     if name in registry:
-        found = registry.get(name)
+        cls = registry.get(name)
     elif name in package.__all__:
-        found = getattr(package, name)
+        cls = getattr(package, name)
     else:
         return None
-    return f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else None
+    if not isinstance(cls, type):  # a registered function, or a function of the package
+        return None
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_names(key: str) -> list[str]:
@@ -97,23 +115,27 @@ def class_names(key: str) -> list[str]:
 
 def short_names(key: str) -> list[str]:
     """Return the short names for the key `trainer.callbacks` or `trainer.logger`. Empty for other keys."""
-    _, _, name = key.rpartition("trainer.")
+    name = key.rpartition("trainer.")[2]
     if name not in _PACKAGES:
         return []
     package, registry = _package(name)
-    known = {registry.get(short) for short in registry}
-    return sorted(name for name in class_names(name) if getattr(package, name) in known)
+    registered = {registry.get(short) for short in registry}
+    return sorted(each for each in class_names(name) if getattr(package, each) in registered)
 
 
 def _package(key: str) -> tuple[Any, Any]:
     """Return the package and the registry of a key. The registry is empty if it is not used here."""
     module, registry_name = _PACKAGES[key]
     package = import_module(module)
-    return package, {} if registry_name is None else getattr(package, registry_name)
+    if registry_name is None:
+        return package, {}
+    return package, getattr(package, registry_name)
 
 
 def _expand(key: str, item: object) -> Any:
     spec = item if isinstance(item, dict) else {"class_path": item}
     name = spec.get("class_path")
     path = class_path(key, name) if isinstance(name, str) else None
-    return item if path is None else {**spec, "class_path": path}
+    if path is None:
+        return item
+    return {**spec, "class_path": path}

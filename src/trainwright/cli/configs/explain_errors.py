@@ -22,6 +22,7 @@ _UNION = re.compile(r"Subtypes: \[(?P<types>.*)\]")
 _VALUE = re.compile(r"(?:Given value: |.*Got value: )(?P<value>.*)", re.DOTALL)
 _NESTED = re.compile(r"NestedArg\(key='(?P<key>[^']*)', val=(?P<value>.*)\)")
 _EXPECTED = re.compile(r"Expected an? (?P<type><class '[^']*'>|[\w.\[\], |]+?)(?:\. Got value.*)?")
+# Lines around the reasons, which say nothing themselves.
 _FILLING = ("Does not validate against any of the Union subtypes", "Errors:", "Given value type:", "Given value:")
 _UNKNOWN = re.compile(r"Option '(?P<name>[^']*)' is not accepted")
 _NO_NAME = re.compile(r"module '(?P<module>[^']*)' has no attribute '(?P<name>[^']*)'")
@@ -32,7 +33,16 @@ _NOT_A_PATH = re.compile(r"Expected a dot import path string: (?P<name>.*)")
 
 @dataclass(frozen=True)
 class _Reason:
-    """Reason given by the parser, with its position in the settings."""
+    """Reason given by the parser, with its position in the settings.
+
+    Attributes:
+        text: the parser's line.
+        keys: keys from the outermost setting to the wrong one.
+        class_path: class whose arguments are parsed.
+        types: accepted types, as in the message.
+        value: value that was not accepted.
+        depth: number of keys and classes that the parser entered.
+    """
 
     text: str = ""
     keys: tuple[str, ...] = ()
@@ -53,8 +63,9 @@ def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda k
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message
-    wanted = [each for each in reasons if not each.text.startswith("Expected a <class 'NoneType'>")] or reasons
-    reason = max(wanted, key=lambda reason: reason.depth)  # the first of equals
+    # `int | None` is also tried as None: "expected null" would hide the other type.
+    others = [each for each in reasons if not each.text.startswith("Expected a <class 'NoneType'>")]
+    reason = max(others or reasons, key=lambda reason: reason.depth)  # the first of equals
     return _sentence(reason, known_names) or message
 
 
@@ -67,6 +78,7 @@ def _tree(message: str) -> _Line:
         if not text:
             continue
         bullet = text.startswith("- ")
+        # The lines of a bullet are indented like its text, so that the bullet itself counts as one column further.
         indent = len(line) - len(line.lstrip()) + bullet
         while open_lines[-1][0] >= indent:
             open_lines.pop()
@@ -84,7 +96,9 @@ def _reasons(lines: Sequence[_Line], place: _Reason) -> Iterator[_Reason]:
         if line.text.startswith("Given value: "):
             value = line.text.removeprefix("Given value: ")
             nested = _NESTED.fullmatch(value)
-            place = replace(place, value=_plain(nested["value"]) if nested else value)
+            if nested is not None:
+                value = _plain(nested["value"])
+            place = replace(place, value=value)
     inner = replace(place, types="", depth=place.depth + 1)
     for line in lines:
         if match := _KEY.fullmatch(line.text):
@@ -94,11 +108,12 @@ def _reasons(lines: Sequence[_Line], place: _Reason) -> Iterator[_Reason]:
         elif line.text.startswith(_FILLING):
             yield from _reasons(line.below, place)
         elif not _UNION.fullmatch(line.text):
-            said = _VALUE.fullmatch(line.text)
-            yield replace(place, text=line.text, value=said["value"] if said else place.value)
+            match = _VALUE.fullmatch(line.text)
+            yield replace(place, text=line.text, value=place.value if match is None else match["value"])
 
 
 def _sentence(reason: _Reason, known_names: Callable[[str], Sequence[str]]) -> str | None:
+    """Return a reason as one line, or None for an unknown form."""
     key = ".".join(reason.keys)
     if match := _UNKNOWN.fullmatch(reason.text):
         names = _arguments_of(reason.class_path)
@@ -111,11 +126,13 @@ def _sentence(reason: _Reason, known_names: Callable[[str], Sequence[str]]) -> s
         return f"{key}={match['path']} is not a {match['base']}. Name a sub-class of {match['base']}."
     if reason.text.startswith("No module named") and reason.class_path:
         return f"{key}={reason.class_path} cannot be imported: {reason.text}."
-    if (match := _REQUIRED.fullmatch(reason.text)) and reason.class_path:
+    match = _REQUIRED.fullmatch(reason.text)
+    if match is not None and reason.class_path:
+        name = reason.class_path.rpartition(".")[2]
+        first = match["names"].partition(",")[0]
         return (
-            f"{key}={reason.class_path.rpartition('.')[2]}: its argument {match['names']} is required. Write it below "
-            "the class: init_args: {…} in a file, or a further option such as "
-            f"--{key}.{match['names'].partition(',')[0]}=…"
+            f"{key}={name}: its argument {match['names']} is required. Write it below the class: "
+            f"init_args: {{…}} in a file, or a further option such as --{key}.{first}=…"
         )
     if match := _NOT_A_PATH.fullmatch(reason.text):
         known = known_names(key)
@@ -133,11 +150,13 @@ def _listed(title: str, names: Sequence[str]) -> str:
 def _types_text(types: str) -> str:
     """Return `int or null` for `<class 'int'>, <class 'NoneType'>`."""
     names = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", types).replace("NoneType", "null")
-    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", names)]
-    return " or ".join(re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", part) for part in parts)
+    names = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", names)  # without modules: `collections.abc.Sequence[int]`
+    parts = re.split(r",(?![^\[]*\])", names)  # at commas, but not at those within `dict[str, int]`
+    return " or ".join(part.strip() for part in parts)
 
 
 def _plain(value: str) -> str:
+    """Return a value without the quotes of its `repr`."""
     try:
         return str(ast.literal_eval(value))
     except (ValueError, SyntaxError):
@@ -147,16 +166,17 @@ def _plain(value: str) -> str:
 def _arguments_of(path: str) -> list[str]:
     from jsonargparse import ArgumentParser
 
-    found = find_class(path)
-    if found is None:
+    cls = find_class(path)
+    if cls is None:
         return []
-    parser = ArgumentParser(exit_on_error=False)
-    return [name.rpartition(".")[2] for name in parser.add_class_arguments(found, "x", fail_untyped=False)]
+    # jsonargparse also finds the arguments behind `**kwargs`, which a signature does not show.
+    names = ArgumentParser(exit_on_error=False).add_class_arguments(cls, "x", fail_untyped=False)
+    return [name.rpartition(".")[2] for name in names]
 
 
 def _names_in(module: str) -> list[str]:
     try:
-        found = vars(importlib.import_module(module))
+        attributes = vars(importlib.import_module(module))
     except ImportError:
         return []
-    return [name for name, value in found.items() if isinstance(value, type)]
+    return [name for name, value in attributes.items() if isinstance(value, type)]

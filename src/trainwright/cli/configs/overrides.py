@@ -41,7 +41,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         word = words.pop(0)
         if _FLAGS.fullmatch(word):
             # `--model.help project.Net` describes the arguments of a class.
-            if word.endswith(".help") and words and _CLASS_PATH.fullmatch(words[0]) and not words[0].endswith(SUFFIXES):
+            if word.endswith(".help") and words and _is_class_path(words[0]):
                 word = f"{word}={words.pop(0)}"
             line.flags.append(word)
             continue
@@ -52,20 +52,26 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             line.configs.append(Path(_value_of(word, words)))
             continue
         assignment = _ASSIGNMENT.fullmatch(word)
+        option = _OPTION.fullmatch(word)
         if assignment is not None:
-            key, value = assignment["key"], assignment["value"]
+            key = assignment["key"]
+            value = assignment["value"]
+        elif option is not None:
+            key = option["key"]
+            value = _value_of(word, words)
         else:
-            option = _OPTION.fullmatch(word)
-            if option is None:
-                raise ConfigurationError(
-                    f"cannot read the argument {word!r}. Write key=value or --key value: trainer.max_epochs=3."
-                )
-            key, value = option["key"], _value_of(word, words)
+            raise ConfigurationError(
+                f"cannot read the argument {word!r}. Write key=value or --key value: trainer.max_epochs=3."
+            )
         if key == "config":
             line.configs.append(Path(value))
         else:
             line.assignments.append((key, value))
     return line
+
+
+def _is_class_path(word: str) -> bool:
+    return _CLASS_PATH.fullmatch(word) is not None and not word.endswith(SUFFIXES)
 
 
 def _value_of(option: str, words: list[str]) -> str:
@@ -95,7 +101,8 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.exists() and not path.is_file() and not path.is_fifo():  # a shell passes output as a fifo
+        is_readable = path.is_file() or path.is_fifo()  # a shell passes output as a fifo: <(command)
+        if path.exists() and not is_readable:
             raise ConfigurationError(f"--config {path} is not a file. Pass a YAML file.")
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -106,18 +113,21 @@ def _read_text(path: Path) -> str:
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    if _changes_class(old, new):
+        return dict(new)
     merged = dict(old)
     for key, value in new.items():
         before = merged.get(key)
-        if isinstance(before, dict) and isinstance(value, dict) and not _changes_class(before, value):
-            merged[key] = _merge(before, value)
-        else:
-            merged[key] = value
+        if isinstance(before, dict) and isinstance(value, dict):
+            value = _merge(before, value)
+        merged[key] = value
     return merged
 
 
 def _changes_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return "class_path" in new and "class_path" in old and not _same_class(old["class_path"], new["class_path"])
+    if "class_path" not in old or "class_path" not in new:
+        return False
+    return not _same_class(old["class_path"], new["class_path"])
 
 
 def _same_class(old: object, new: object) -> bool:
@@ -138,25 +148,30 @@ def swap_classes(
     Returns:
         The other assignments, and a message for each set of discarded arguments.
     """
-    left: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
     notes: list[str] = []
     for key, value in assignments:
         spec = find_spec(config, key.removesuffix(".class_path").split("."))
-        if spec is None or not _CLASS_PATH.fullmatch(value) or value in ("null", "true", "false"):
-            left.append((key, value))
+        names_class = _CLASS_PATH.fullmatch(value) and value not in ("null", "true", "false")  # values of YAML
+        if spec is None or not names_class:
+            others.append((key, value))
             continue
-        if not _same_class(spec["class_path"], value):
-            dropped = spec.get("init_args") or {}
-            if dropped:
-                told = ", ".join(f"{name}={argument!r}" for name, argument in dropped.items())
-                notes.append(f"{key}: {spec['class_path']} became {value}, and its arguments were discarded ({told}).")
-            spec.clear()
-            spec["class_path"] = value
-    return left, notes
+        if _same_class(spec["class_path"], value):  # its arguments stay
+            continue
+        discarded = spec.get("init_args") or {}
+        if discarded:
+            text = ", ".join(f"{name}={argument!r}" for name, argument in discarded.items())
+            notes.append(f"{key}: {spec['class_path']} became {value}, and its arguments were discarded ({text}).")
+        spec.clear()
+        spec["class_path"] = value
+    return others, notes
 
 
 def find_spec(config: object, parts: Sequence[str]) -> dict[str, Any] | None:
-    """Return the mapping with `class_path` at a dotted key, or None. The key may omit `init_args`."""
+    """Return the mapping with `class_path` at a dotted key, or None. The key may omit `init_args`.
+
+    `task.optimizer` finds {"task": {"class_path": …, "init_args": {"optimizer": {"class_path": …}}}}, too.
+    """
     node = config
     for part in parts:
         if not isinstance(node, dict):
@@ -164,4 +179,6 @@ def find_spec(config: object, parts: Sequence[str]) -> dict[str, Any] | None:
         if "class_path" in node and part not in _SPEC_KEYS:
             node = node.get("init_args") or {}
         node = node.get(part)
-    return node if isinstance(node, dict) and "class_path" in node else None
+    if isinstance(node, dict) and "class_path" in node:
+        return node
+    return None

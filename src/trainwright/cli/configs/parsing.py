@@ -56,10 +56,13 @@ def parse(
     _check_top_level(config, known)
     translate_config(config)
     expand_config(config)
-    fixed = {key: cls for key, cls in (classes or {}).items() if isinstance(config.get(key, {}), dict)}
+    if classes is None:
+        classes = {}
+    fixed = {key: cls for key, cls in classes.items() if isinstance(config.get(key, {}), dict)}
+    # The following functions know classes only in the form of `class_path` and `init_args`.
     _wrap(config, fixed)
     assignments, notes = swap_classes(config, expand_assignments(assignments))
-    open_keys = [key for key in _CLASS_KEYS if key in known and key not in (classes or {})]
+    open_keys = [key for key in _CLASS_KEYS if key in known and key not in classes]
     assignments = place_classes(config, assignments, keys=open_keys)
     fill_nested_defaults(config, keys=known)
     _unwrap(config, fixed)
@@ -69,7 +72,8 @@ def parse(
     try:
         # As one text, so that defaults, files and words are read in one go: links and required arguments see them all.
         arguments = [f"--config={yaml.safe_dump(config)}"] if config else []
-        arguments += [*expand_help(line.flags), *(f"--{key}={value}" for key, value in assignments)]
+        arguments += expand_help(line.flags)
+        arguments += [f"--{key}={value}" for key, value in assignments]
         settings = parser.parse_args(arguments)
     except yaml.YAMLError as error:
         raise ConfigurationError(f"the configuration has a value that YAML cannot represent: {error}") from None
@@ -89,10 +93,12 @@ def _use_own_model_key(
         if own in config:
             raise ConfigurationError(f"the configuration has {own!r} and {other!r}, which mean the same. Keep {own!r}.")
         config[own] = config.pop(other)
-    return [
-        (own + key.removeprefix(other), text) if key.partition(".")[0] == other else (key, text)
-        for key, text in assignments
-    ]
+    renamed: list[tuple[str, str]] = []
+    for key, text in assignments:
+        if key.partition(".")[0] == other:
+            key = own + key.removeprefix(other)
+        renamed.append((key, text))
+    return renamed
 
 
 def _wrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
@@ -102,10 +108,11 @@ def _wrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
 
 
 def _unwrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
+    """Undo `_wrap`. Keys without arguments are removed."""
     for key in classes:
-        config[key] = config[key].get("init_args") or {}
-        if not config[key]:
-            del config[key]
+        arguments = config.pop(key).get("init_args")
+        if arguments:
+            config[key] = arguments
 
 
 def _check_top_level(config: dict[str, Any], known: Sequence[str]) -> None:
@@ -118,13 +125,18 @@ def _check_top_level(config: dict[str, Any], known: Sequence[str]) -> None:
 
 def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> str:
     """Return a parser's message as one line, with the most similar key."""
-    if match := _NO_CLASS.match(message):
+    match = _NO_CLASS.match(message)
+    if match is not None:
         close = nearest(match["name"], class_names(match["key"]))
         return f"{match['option']} {match['name']}: no such class is known.{close} Write a path such as module.Class."
-    options = {option for action in parser._actions for option in action.option_strings}
+    options: set[str] = set()
+    for action in parser._actions:
+        options |= set(action.option_strings)
+    # "Unrecognized arguments: --trainer.max_epoch=3" → `--trainer.max_epoch`
     words = [word.partition("=")[0].strip("'\",") for word in message.split()]
     unknown = [word for word in words if word.startswith("--") and word not in options]
-    if group := _GROUP.fullmatch(message.strip()):
+    group = _GROUP.fullmatch(message.strip())
+    if group is not None:
         unknown = [f"--{group['group']}.{group['name']}"]
         message = f"{unknown[0][2:]}: {group['group']!r} has no argument {group['name']!r}."
     if not unknown:
@@ -135,7 +147,9 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
         close = nearest(head, known)
         return message + close.replace("'?", f".{rest}'?")
     close = nearest(unknown[0], [option for option in options if not option.endswith(".help")])
-    return message + (close.replace("--", "") if group else close)
+    if group is not None:  # a key of a file, which has no dashes
+        close = close.replace("--", "")
+    return message + close
 
 
 class _Failure(BaseException):
@@ -147,8 +161,9 @@ class _Failure(BaseException):
 
 
 class _Constructor:
-    """Callable that constructs objects. While `carries` is True, their errors are raised as `_Failure`. A factory of
-    optimizers keeps this callable and calls it during training, when `carries` is False.
+    """Callable that constructs objects. While `carries` is True, their errors are raised as `_Failure`.
+
+    A factory of optimizers keeps this callable and calls it during training, when `carries` is False.
     """
 
     def __init__(self) -> None:
@@ -201,9 +216,15 @@ def plain(value: object) -> Any:
         value = value.as_dict()
     if type(value) is dict:
         return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if type(value) is list else value
+    if type(value) is list:
+        return [plain(item) for item in value]
+    return value
 
 
 def listed(value: object) -> list[Any]:
     """Return a setting as a list. The setting is one object, a list or None."""
-    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if value is None:
+        return []
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value]

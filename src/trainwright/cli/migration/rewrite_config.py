@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from trainwright.cli.migration.rewrite_imports import Rewritten, Unsettled, advice, counterpart
+from trainwright.cli.migration.program import Unsettled
+from trainwright.cli.migration.rewrite_imports import Rewritten, advice, counterpart
 from trainwright.core.names.foreign_names import LIBRARIES
 
 # A key whose value names a class, on one line: `_target_: lightning.pytorch.Trainer  # a comment`.

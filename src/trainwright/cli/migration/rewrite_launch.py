@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainwright.cli.migration.rewrite_imports import Rewritten, Unsettled
+from trainwright.cli.migration.program import Unsettled
+from trainwright.cli.migration.rewrite_imports import Rewritten
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.yaml_text import parse_yaml
 from trainwright.launch.launch_config import LaunchConfig, Option

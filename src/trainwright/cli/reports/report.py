@@ -9,6 +9,7 @@ import html
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _PLAN = (
     "callbacks",
     "loggers",
 )
+# Keys of a stage's first line that other tables show, or none: the rest is the environment.
 _ELSEWHERE = frozenset({*_PLAN, "event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code"})
 
 
@@ -58,14 +60,15 @@ def report(argv: Sequence[str]) -> int:
 def page(run: RunFiles) -> str:
     """Return the report as HTML."""
     text = (_HERE / "report.html").read_text(encoding="utf-8")
-    # In HTML, both </script> and <!--<script> in a name would change where the data ends.
     content = _content(run)
+    # In HTML, both </script> and <!--<script> in a name would change where the data ends.
     values = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
+    # From the end of the page to its start: a value that contains a mark comes after all marks that are still there.
     for mark, value in (
-        ("{{title}}", html.escape(content["title"])),
-        ("/*UPLOT_CSS*/", (_HERE / "uplot.min.css").read_text(encoding="utf-8")),
         ("/*UPLOT_JS*/", (_HERE / "uplot.min.js").read_text(encoding="utf-8")),
         ("/*DATA*/", values),
+        ("/*UPLOT_CSS*/", (_HERE / "uplot.min.css").read_text(encoding="utf-8")),
+        ("{{title}}", html.escape(content["title"])),
     ):
         before, _, after = text.partition(mark)
         text = before + value + after
@@ -74,52 +77,79 @@ def page(run: RunFiles) -> str:
 
 def _content(run: RunFiles) -> dict[str, Any]:
     """Return the data of the page for the script in report.html."""
-    start, (steps, times) = run.start, times_of(run)
+    start = run.start
+    steps, times = times_of(run)
+    # A curve of one point is no line. Its value is in the table of metrics.
     curves = {name: curve for name, curve in run.curves.items() if len(curve.steps) > 1}
-    shown = [step for curve in curves.values() for step in curve.steps.tolist()] + [
-        each["step"] for each in run.progress
-    ]
-    began = None if not start else datetime.datetime.fromtimestamp(run.events[0]["time"])
+    has_rate = any(name.startswith("lr-") for name in curves)  # by LearningRateMonitor
+    charted_steps = [line["step"] for line in run.progress]
+    for curve in curves.values():
+        charted_steps += curve.steps.tolist()
+    subtitle = ""
+    if start:
+        began = datetime.datetime.fromtimestamp(run.events[0]["time"])
+        subtitle = f"started {began:%Y-%m-%d %H:%M:%S}, seed {start.get('seed')}"
     return {
         "title": f"{start.get('task', 'Run')} in {run.folder}",
-        "subtitle": "" if began is None else f"started {began:%Y-%m-%d %H:%M:%S}, seed {start.get('seed')}",
+        "subtitle": subtitle,
         "facts": _facts(run, times),
-        "range": [min(shown, default=0), max(shown, default=0)],
+        "range": [min(charted_steps, default=0), max(charted_steps, default=0)],
         "clock": {"steps": steps, "times": [round(time, 2) for time in times]},
-        "charts": [*_metric_charts(curves), *_progress_charts(run, has_rate=any(n.startswith("lr-") for n in curves))],
+        "charts": [*_metric_charts(curves), *_progress_charts(run, has_rate=has_rate)],
         "events": _events(run, steps, times),
         "tables": [table for table in _tables(run) if table["rows"]],
     }
 
 
 def _facts(run: RunFiles, times: list[float]) -> list[tuple[str, str]]:
+    """Return the names and values at the top of the page."""
     start = run.start
-    last = max((line["step"] for line in (*run.progress, *run.events)), default=None)
-    if last is None:
-        last = max((int(curve.steps[-1]) for curve in run.curves.values()), default=0)
-    ends = [event["status"] for event in run.events if event["event"] == "end" and event["stage"] == "fit"]
-    found = [("steps", f"{last:,}")]
+    facts: list[tuple[str, str]] = []
     if run.events:
-        running = run.events[-1]["event"] != "end"
-        found.insert(0, ("status", "running, or killed" if running else (ends or [run.events[-1]["status"]])[-1]))
+        facts.append(("status", _status(run)))
+    facts.append(("steps", f"{_last_step(run):,}"))
     if times:
-        found.append(("time", str(datetime.timedelta(seconds=round(times[-1])))))
+        facts.append(("time", str(datetime.timedelta(seconds=round(times[-1])))))
     if start:
-        found += [
+        facts += [
             ("strategy", f"{start['strategy']} on {start['processes']} × {start['device']}"),
             ("precision", start["precision"]["name"]),
             ("parameters", f"{start['parameters']:,}"),
         ]
     peaks = [line["memory"] for line in run.progress if line["memory"] is not None]
     if peaks:
-        found.append(("peak memory", f"{max(peaks) / 2**30:.2f} GiB"))
+        facts.append(("peak memory", f"{max(peaks) / 2**30:.2f} GiB"))
     best = _best(run)
-    return found if best is None else [*found, ("best checkpoint", best)]
+    if best is not None:
+        facts.append(("best checkpoint", best))
+    return facts
+
+
+def _status(run: RunFiles) -> str:
+    """Return the status of the last fit or, without a fit, of the last stage."""
+    last = run.events[-1]
+    if last["event"] != "end":  # a killed process writes no end
+        return "running, or killed"
+    ends = [event for event in run.events if event["event"] == "end" and event["stage"] == "fit"]
+    status: str = (ends or [last])[-1]["status"]
+    return status
+
+
+def _last_step(run: RunFiles) -> int:
+    """Return the last step of the record or, without a record, of the curves."""
+    recorded: list[int] = [line["step"] for line in (*run.progress, *run.events)]
+    if recorded:
+        return max(recorded)
+    return max((int(curve.steps[-1]) for curve in run.curves.values()), default=0)
 
 
 def _best(run: RunFiles) -> str | None:
-    """Return the name of the checkpoint that was the best when it was written last; None if there is none."""
-    return next((event["name"] for event in reversed(run.events) if event.get("is_best")), None)
+    """Return the name of the checkpoint that was the best when it was written last, or None if there is none."""
+    for event in reversed(run.events):
+        if event.get("is_best"):
+            name: str = event["name"]
+            return name
+    return None
 
 
 def _metric_charts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
@@ -127,6 +157,7 @@ def _metric_charts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
     groups: dict[str, list[str]] = {}
     for name in curves:
         groups.setdefault(_subject(name), []).append(name)
+    # False comes before True: losses first, and then by name.
     ordered = sorted(groups, key=lambda subject: ("loss" not in subject.lower(), subject.lower()))
     return [_chart(subject, {name: curves[name] for name in groups[subject]}) for subject in ordered]
 
@@ -143,42 +174,45 @@ def _subject(name: str) -> str:
 
 def _progress_charts(run: RunFiles, *, has_rate: bool) -> list[dict[str, Any]]:
     """Return charts of learning rate, gradient norm, throughput and memory from the run's progress file."""
-    lines = run.progress
-    series: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for line, before in zip(lines, [None, *lines], strict=False):
-        step = line["step"]
+    series: dict[str, dict[str, list[tuple[int, float]]]] = {}  # chart → curve → (step, value)
+
+    def add(chart: str, curve: str, value: float) -> None:
+        series.setdefault(chart, {}).setdefault(curve, []).append((line["step"], value))
+
+    before: dict[str, Any] | None = None
+    for line in run.progress:
         if not has_rate:
             rates = line["lr"]
             for i, rate in enumerate(rates):
-                name = "lr" if len(rates) == 1 else f"group {i}"
-                series.setdefault("Learning rate", {}).setdefault(name, []).append((step, rate))
+                add("Learning rate", "lr" if len(rates) == 1 else f"group {i}", rate)
         if "grad_norm" in line:
-            norms = series.setdefault("Gradient norm before clipping", {}).setdefault("norm", [])
-            norms.append((step, float(line["grad_norm"])))
+            add("Gradient norm before clipping", "norm", float(line["grad_norm"]))
         if before is not None and line["seconds"] > before["seconds"]:
+            seconds = line["seconds"] - before["seconds"]
             for unit in ("samples", "tokens"):
                 if line[unit] > before[unit]:
-                    per_second = (line[unit] - before[unit]) / (line["seconds"] - before["seconds"])
-                    rate_of = series.setdefault(f"Throughput in {unit} per second", {})
-                    rate_of.setdefault(f"{unit}/s", []).append((step, per_second))
+                    add(f"Throughput in {unit} per second", f"{unit}/s", (line[unit] - before[unit]) / seconds)
         if line["memory"] is not None:
-            memory = series.setdefault("Peak memory of the main process in GiB", {})
-            memory.setdefault("GiB", []).append((step, line["memory"] / 2**30))
-    return [
-        _chart(title, {name: Curve(*_columns(points)) for name, points in of_title.items()})
-        for title, of_title in series.items()
-    ]
+            add("Peak memory of the main process in GiB", "GiB", line["memory"] / 2**30)
+        before = line
+    charts: list[dict[str, Any]] = []
+    for title, points_by_name in series.items():
+        charts.append(_chart(title, {name: _curve(points) for name, points in points_by_name.items()}))
+    return charts
 
 
-def _columns(points: list[tuple[int, float]]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    return np.array([p[0] for p in points], np.int64), np.array([p[1] for p in points], np.float64)
+def _curve(points: list[tuple[int, float]]) -> Curve:
+    steps = np.array([step for step, _ in points], np.int64)
+    values = np.array([value for _, value in points], np.float64)
+    return Curve(steps, values)
 
 
 def _chart(title: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    series = [
-        {"name": name, "steps": _packed(np.diff(curve.steps, prepend=0)), "values": _packed(curve.values)}
-        for name, curve in curves.items()
-    ]
+    series: list[dict[str, str]] = []
+    for name, curve in curves.items():
+        # Differences of steps repeat, and compress to almost nothing. The script adds them up again.
+        steps = _packed(np.diff(curve.steps, prepend=0))
+        series.append({"name": name, "steps": steps, "values": _packed(curve.values)})
     return {"title": title, "series": series}
 
 
@@ -193,82 +227,86 @@ def _packed(values: NDArray[Any]) -> str:
     else:
         with np.errstate(over="ignore"):
             bits = values.astype("<f4").view("<u4")
-        finite = np.isfinite(bits.view("<f4"))
+        # Round to the nearest value whose last bits are 0: add half of the last kept bit, and clear the bits below it.
+        # An infinity would become a NaN, and a NaN could become a number.
         half = np.uint32(1 << (_DROPPED_BITS - 1))
-        bits = np.where(finite, (bits + half) & ~np.uint32((1 << _DROPPED_BITS) - 1), bits).astype("<u4")
+        mask = ~np.uint32((1 << _DROPPED_BITS) - 1)
+        finite = np.isfinite(bits.view("<f4"))
+        bits = np.where(finite, (bits + half) & mask, bits).astype("<u4")
+    # All first bytes, then all second bytes, and so on: equal bytes are next to each other for the compression.
     shuffled = bits.view(np.uint8).reshape(-1, 4).T.tobytes()
     return base64.b64encode(zlib.compress(shuffled, 6)).decode()
 
 
 def _events(run: RunFiles, steps: list[int], times: list[float]) -> list[dict[str, Any]]:
     """Return the events of the run in the order of time."""
-    first = run.events[0]["time"] if run.events else 0.0
-    found = [
-        {"kind": kind, "step": step, "seconds": round(event["time"] - first, 2), "text": text}
-        for event in run.events
-        for kind, step, text in [_event(event)]
-        if kind
-    ]
+    events: list[dict[str, Any]] = []
+    for line in run.events:
+        event = _event(line)
+        if event is not None:
+            seconds = round(line["time"] - run.events[0]["time"], 2)
+            events.append({"kind": event.kind, "step": event.step, "seconds": seconds, "text": event.text})
     for name, curve in run.curves.items():
         for step in curve.steps[~np.isfinite(curve.values)][:_MAX_NOT_FINITE].tolist():
-            seconds = float(np.interp(step, steps, times)) if steps else None
-            found.append({"kind": "not finite", "step": step, "seconds": seconds, "text": f"{name} is not finite"})
-    return sorted(found, key=lambda event: event["step"])
+            between = float(np.interp(step, steps, times)) if steps else None
+            events.append({"kind": "not finite", "step": step, "seconds": between, "text": f"{name} is not finite"})
+    return sorted(events, key=lambda event: event["step"])
 
 
-def _event(event: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Return the kind, step and description of a line of the record. Lines with an empty kind are not shown."""
-    kind, step = str(event["event"]), int(event["step"])
-    if kind == "fit":
-        resumed = event.get("resumed_from")
-        return kind, step, f"resumed from {resumed}" if resumed else "started"
-    if kind == "save":
-        return kind, event["of_step"], f"{event['name']} ({event['bytes'] / 2**20:.1f} MiB)"
-    if kind == "end":
-        return (kind, step, event["status"]) if event["stage"] == "fit" else ("", step, "")
-    texts = {
-        "validation": lambda: f"took {event['seconds']:.3g} s",
-        "preemption": lambda: f"{event['signal']}: {event['text']}",
-        "rollback": lambda: f"{event['reason']}; back to {Path(event['path']).name}",
-        "skipped": lambda: _skipped(event),
-        "error": lambda: f"{event['type']}: {event['text']}",
-    }
-    return (kind, step, texts[kind]()) if kind in texts else ("", step, "")
+@dataclass(frozen=True)
+class _Event:
+    kind: str
+    step: int
+    text: str
 
 
-def _skipped(event: Mapping[str, Any]) -> str:
-    ids = [str(i) for of_rank in event.get("sample_ids") or [] for i in of_rank]
-    samples = f"; samples {', '.join(ids[:16])}{' …' if len(ids) > 16 else ''}" if ids else ""
-    return f"{event['reason']}; batch {event['first_batch']} of epoch {event['epoch']}{samples}"
+def _event(line: Mapping[str, Any]) -> _Event | None:
+    """Return the event to show for a line of the record, or None for a line that is not shown."""
+    kind = str(line["event"])
+    step = int(line["step"])
+    match kind:
+        case "fit":
+            resumed = line.get("resumed_from")
+            return _Event(kind, step, f"resumed from {resumed}" if resumed else "started")
+        case "save":
+            # Other steps may have passed until the checkpoint is written.
+            return _Event(kind, line["of_step"], f"{line['name']} ({line['bytes'] / 2**20:.1f} MiB)")
+        case "end":
+            return _Event(kind, step, line["status"]) if line["stage"] == "fit" else None
+        case "validation":
+            return _Event(kind, step, f"took {line['seconds']:.3g} s")
+        case "preemption":
+            return _Event(kind, step, f"{line['signal']}: {line['text']}")
+        case "rollback":
+            return _Event(kind, step, f"{line['reason']}; back to {Path(line['path']).name}")
+        case "skipped":
+            return _Event(kind, step, _skipped(line))
+        case "error":
+            return _Event(kind, step, f"{line['type']}: {line['text']}")
+    return None
+
+
+def _skipped(line: Mapping[str, Any]) -> str:
+    ids: list[str] = []
+    for ids_of_rank in line.get("sample_ids") or []:
+        ids += map(str, ids_of_rank)
+    text = f"{line['reason']}; batch {line['first_batch']} of epoch {line['epoch']}"
+    if not ids:
+        return text
+    more = " …" if len(ids) > 16 else ""
+    return f"{text}; samples {', '.join(ids[:16])}{more}"
 
 
 def _tables(run: RunFiles) -> list[dict[str, Any]]:
     start = run.start
-    best = _best(run)
-    saves = {event["name"]: event for event in run.events if event["event"] == "save"}
-    folder = run.folder / start.get("folders", {}).get("checkpoints", "")
-    checkpoints = [
-        [
-            name + (" (best)" if name == best else ""),
-            str(event["of_step"]),
-            f"{event['bytes'] / 2**20:.1f} MiB",
-            "yes" if (folder / name).is_dir() else "deleted",
-        ]
-        for name, event in saves.items()
-    ]
-    finals = [
-        [name, f"{curve.values[-1]:.6g}", f"{np.nanmin(curve.values):.6g}", f"{np.nanmax(curve.values):.6g}"]
-        for name, curve in run.curves.items()
-        if np.isfinite(curve.values).any()
-    ]
-    shown = [[event["kind"], str(event["step"]), event["text"]] for event in _events(run, *times_of(run))]
+    events = [[event["kind"], str(event["step"]), event["text"]] for event in _events(run, *times_of(run))]
     facts = {name: value for name, value in start.items() if name not in _ELSEWHERE}
     environment = {**facts, **start.get("packages", {}), "code": start.get("code")}
     stages = [[event["event"], str(event["step"])] for event in run.events if event["event"] in STAGES]
     return [
-        {"title": "Metrics", "head": ["name", "last", "smallest", "largest"], "rows": finals},
-        {"title": "Checkpoints", "head": ["name", "step", "size", "on the disk"], "rows": checkpoints},
-        {"title": "Events", "head": ["event", "step", "description"], "rows": shown, "marks": True},
+        {"title": "Metrics", "head": ["name", "last", "smallest", "largest"], "rows": _metric_rows(run)},
+        {"title": "Checkpoints", "head": ["name", "step", "size", "on the disk"], "rows": _checkpoint_rows(run)},
+        {"title": "Events", "head": ["event", "step", "description"], "rows": events, "marks": True},
         {"title": "Stages", "head": ["stage", "at step"], "rows": stages},
         {"title": "Hyper-parameters", "head": ["name", "value"], "rows": _rows(start.get("hyperparameters", {}))},
         {"title": "Settings", "head": ["argument", "value", "from"], "rows": _settings(start)},
@@ -277,12 +315,39 @@ def _tables(run: RunFiles) -> list[dict[str, Any]]:
     ]
 
 
+def _metric_rows(run: RunFiles) -> list[list[str]]:
+    """Return the last, smallest and largest value of each metric with finite values."""
+    rows: list[list[str]] = []
+    for name, curve in run.curves.items():
+        if np.isfinite(curve.values).any():
+            values = (curve.values[-1], np.nanmin(curve.values), np.nanmax(curve.values))
+            rows.append([name, *(f"{value:.6g}" for value in values)])
+    return rows
+
+
+def _checkpoint_rows(run: RunFiles) -> list[list[str]]:
+    """Return the step and size of each checkpoint that the run wrote, and whether it still exists."""
+    best = _best(run)
+    folder = run.folder / run.start.get("folders", {}).get("checkpoints", "")
+    saves = {event["name"]: event for event in run.events if event["event"] == "save"}  # the last one of each name
+    rows: list[list[str]] = []
+    for name, save in saves.items():
+        label = f"{name} (best)" if name == best else name
+        size = f"{save['bytes'] / 2**20:.1f} MiB"
+        rows.append([label, str(save["of_step"]), size, "yes" if (folder / name).is_dir() else "deleted"])
+    return rows
+
+
 def _settings(start: Mapping[str, Any]) -> list[list[str]]:
     """Return the Trainer's arguments with their sources. Arguments with other than default values come first."""
     settings = start.get("settings", {}).items()
-    rows = [[name, *_rows({name: value})[0][1:], source] for name, (value, source) in settings]
+    rows = [[name, _cell(value), source] for name, (value, source) in settings]
     return sorted(rows, key=lambda row: row[2] == "default")
 
 
 def _rows(values: Mapping[str, Any]) -> list[list[str]]:
-    return [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in values.items()]
+    return [[name, _cell(value)] for name, value in values.items()]
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

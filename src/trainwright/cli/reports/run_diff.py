@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from trainwright.cli.reports.run_files import Curve, RunFiles, damage_named, rea
 from trainwright.core.errors import ConfigurationError, visible
 
 _ABSENT = "–"
+# Keys of the line that a stage writes into `run.jsonl` when it begins, by the topic that shows them.
 _ENVIRONMENT = ("device", "processes", "python", "platform", "host", "command")
 _MODEL = ("task", "parameters", "strategy", "options", "mesh", "precision", "callbacks", "loggers")
 
@@ -32,16 +34,21 @@ def diff(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     wanted = parser.parse_args(argv)
-    runs = read_run(wanted.first), read_run(wanted.second)
+    first = read_run(wanted.first)
+    second = read_run(wanted.second)
+    # A folder above several runs stands for its newest run, which may be the second run as well.
     inside = run_folders(wanted.first)
-    if runs[0].folder.resolve() == runs[1].folder.resolve() and len(inside) > 1:
+    if first.folder.resolve() == second.folder.resolve() and len(inside) > 1:
         names = ", ".join(map(str, inside))
-        raise ConfigurationError(f"both paths name the run {runs[0].folder}. Pass two of: {names}.")
-    with damage_named(f"{runs[0].record} or {runs[1].record}"):
-        found = compare(*runs, tolerance=wanted.tolerance)
-        text = json.dumps(found, indent=2) if wanted.json else visible(_text(found, *runs))
+        raise ConfigurationError(f"both paths name the run {first.folder}. Pass two of: {names}.")
+    with damage_named(f"{first.record} or {second.record}"):
+        differences = compare(first, second, tolerance=wanted.tolerance)
+        if wanted.json:
+            text = json.dumps(differences, indent=2)
+        else:
+            text = visible(_text(differences, first, second))
     print(text)
-    return 1 if any(found.values()) else 0
+    return 1 if any(differences.values()) else 0
 
 
 def _fraction(text: str) -> float:
@@ -62,87 +69,136 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
     Raises:
         ConfigurationError: the runs have no metric and no record in common, or are the same folder.
     """
-    common = sorted(first.curves.keys() & second.curves.keys())
     if first.folder.resolve() == second.folder.resolve():
         raise ConfigurationError(f"both paths name the run {first.folder}. Pass two runs.")
-    a, b = first.start, second.start
-    if not common and not (a and b):
-        names = [", ".join(sorted(run.curves)) or "no metrics" for run in (first, second)]
+    common = sorted(first.curves.keys() & second.curves.keys())
+    have_records = bool(first.start and second.start)
+    if not common and not have_records:
+        first_names = ", ".join(sorted(first.curves)) or "no metrics"
+        second_names = ", ".join(sorted(second.curves)) or "no metrics"
         raise ConfigurationError(
-            f"the runs share nothing: {first.folder} has {names[0]}, and {second.folder} has {names[1]}. Pass runs of "
-            "one task."
+            f"the runs share nothing: {first.folder} has {first_names}, and {second.folder} has {second_names}. Pass "
+            "runs of one task."
         )
-    found: dict[str, list[list[Any]]] = {}
-    if a and b:
-        found |= _of_records(first, second)
-    found["metrics"] = _rows(*(dict.fromkeys(run.curves, "logged") for run in (first, second)))
-    rows = [[name, *_parting(first.curves[name], second.curves[name], tolerance)] for name in common]
-    found["curves"] = [row for row in rows if row[1] is not None]
-    return found
+    differences: dict[str, list[list[Any]]] = {}
+    if have_records:
+        differences |= _of_records(first, second)
+    # Metrics of both runs give no row here: their values are compared as curves.
+    differences["metrics"] = _rows(dict.fromkeys(first.curves, "logged"), dict.fromkeys(second.curves, "logged"))
+    differences["curves"] = []
+    for name in common:
+        parting = _parting(first.curves[name], second.curves[name], tolerance)
+        if parting is not None:
+            row = [name, parting.unequal_step, parting.far_step, parting.last_first, parting.last_second]
+            differences["curves"].append(row)
+    return differences
 
 
 def _of_records(first: RunFiles, second: RunFiles) -> dict[str, list[list[Any]]]:
-    a, b = first.start, second.start
+    a = first.start
+    b = second.start
     return {
         "code": _rows(a.get("code") or {}, b.get("code") or {}),
-        "model": _rows(*({name: start.get(name) for name in _MODEL} for start in (a, b))),
+        "model": _rows(_selected(a, _MODEL), _selected(b, _MODEL)),
         "hyperparameters": _rows(a.get("hyperparameters", {}), b.get("hyperparameters", {})),
-        "settings": _rows(*({name: each[0] for name, each in start.get("settings", {}).items()} for start in (a, b))),
+        "settings": _rows(_setting_values(a), _setting_values(b)),
         "data order": _data_order(first, second),
-        "environment": _rows(*({name: start.get(name) for name in _ENVIRONMENT} for start in (a, b))),
+        "environment": _rows(_selected(a, _ENVIRONMENT), _selected(b, _ENVIRONMENT)),
         "packages": _rows(a.get("packages", {}), b.get("packages", {})),
     }
 
 
+def _selected(start: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: start.get(name) for name in names}
+
+
+def _setting_values(start: Mapping[str, Any]) -> dict[str, Any]:
+    # "settings": {"max_epochs": [10, "argument"], …}: each value is followed by its source, which is not compared.
+    return {name: value_and_source[0] for name, value_and_source in start.get("settings", {}).items()}
+
+
 def _rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[list[Any]]:
-    names = dict.fromkeys((*first, *second))
-    return [
-        [name, first.get(name, _ABSENT), second.get(name, _ABSENT)]
-        for name in names
-        if first.get(name, _ABSENT) != second.get(name, _ABSENT)
-    ]
+    rows: list[list[Any]] = []
+    for name in dict.fromkeys((*first, *second)):
+        value_first = first.get(name, _ABSENT)
+        value_second = second.get(name, _ABSENT)
+        if value_first != value_second:
+            rows.append([name, value_first, value_second])
+    return rows
 
 
 def _data_order(first: RunFiles, second: RunFiles) -> list[list[Any]]:
     """Compare the seeds of the data order, and find the first step with different numbers of consumed samples."""
     rows = _rows({"seed": first.start.get("seed")}, {"seed": second.start.get("seed")})
-    samples = [{line["step"]: line["samples"] for line in run.progress} for run in (first, second)]
-    for step in sorted(samples[0].keys() & samples[1].keys()):
-        if samples[0][step] != samples[1][step]:
-            return [*rows, [f"samples after step {step}", samples[0][step], samples[1][step]]]
+    samples_first = {line["step"]: line["samples"] for line in first.progress}
+    samples_second = {line["step"]: line["samples"] for line in second.progress}
+    for step in sorted(samples_first.keys() & samples_second.keys()):
+        if samples_first[step] != samples_second[step]:
+            rows.append([f"samples after step {step}", samples_first[step], samples_second[step]])
+            break  # all later steps differ, too
     return rows
 
 
-def _parting(first: Curve, second: Curve, tolerance: float) -> tuple[int | None, int | None, float, float]:
-    """Return the first step with unequal values, the first beyond the tolerance, and both values at the last step."""
+@dataclass(frozen=True)
+class _Parting:
+    """Where two curves differ.
+
+    Attributes:
+        unequal_step: first common step with unequal values, or the first step of all if no step is common.
+        far_step: first common step whose values differ by more than the tolerance. None if there is none.
+        last_first: the first curve's value at the last common step.
+        last_second: the second curve's value at that step.
+    """
+
+    unequal_step: int
+    far_step: int | None
+    last_first: float
+    last_second: float
+
+
+def _parting(first: Curve, second: Curve, tolerance: float) -> _Parting | None:
+    """Return where two curves differ, or None for curves with equal values at all common steps."""
     steps, at_first, at_second = np.intersect1d(first.steps, second.steps, return_indices=True)
-    a, b = first.values[at_first], second.values[at_second]
     if not len(steps):
-        return int(min(first.steps[0], second.steps[0])), None, float(first.values[-1]), float(second.values[-1])
+        start = int(min(first.steps[0], second.steps[0]))
+        return _Parting(start, None, float(first.values[-1]), float(second.values[-1]))
+    a = first.values[at_first]
+    b = second.values[at_second]
     unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    if not unequal.any():
+        return None
+    # `not <=` instead of `>`: a number and a NaN, or two opposite infinities, are far from each other.
     with np.errstate(invalid="ignore"):
         far = unequal & ~(np.abs(a - b) <= tolerance * np.maximum(np.abs(a), np.abs(b)))
-    where = [int(steps[mask.argmax()]) if mask.any() else None for mask in (unequal, far)]
-    return where[0], where[1], float(a[-1]), float(b[-1])
+    far_step = int(steps[far.argmax()]) if far.any() else None
+    return _Parting(int(steps[unequal.argmax()]), far_step, float(a[-1]), float(b[-1]))
 
 
-def _text(found: Mapping[str, list[list[Any]]], first: RunFiles, second: RunFiles) -> str:
+def _text(differences: Mapping[str, list[list[Any]]], first: RunFiles, second: RunFiles) -> str:
+    """Return one table for each topic with differences, the names of equal topics, and what is not known."""
     lines = [f"A  {first.folder}", f"B  {second.folder}"]
-    for topic, rows in found.items():
+    equal: list[str] = []
+    for topic, rows in differences.items():
         if not rows:
+            equal.append(topic)
             continue
-        head = ["", "A", "B"]
-        cells = [[str(cell) for cell in row] for row in rows]
-        if topic == "curves":
-            head = ["", "first unequal", "parted at", "last A", "last B"]
-            cells = [
-                [name, f"step {unequal}", _ABSENT if parted is None else f"step {parted}", f"{a:.6g}", f"{b:.6g}"]
-                for name, unequal, parted, a, b in rows
-            ]
-        lines += ["", topic, *(f"  {line}" for line in table_lines([head, *cells]))]
-    same = [topic for topic, rows in found.items() if not rows]
+        lines += ["", topic]
+        lines += [f"  {line}" for line in table_lines(_cells(topic, rows))]
+    lines.append("")
+    if equal:
+        lines.append(f"equal: {', '.join(equal)}")
     unknown = [str(run.folder) for run in (first, second) if not run.start]
-    notes = [f"not known: code, settings and environment, because {' and '.join(unknown)} has no record"] * bool(
-        unknown
-    )
-    return "\n".join([*lines, "", *([f"equal: {', '.join(same)}"] if same else []), *notes]).rstrip()
+    if unknown:
+        lines.append(f"not known: code, settings and environment, because {' and '.join(unknown)} has no record")
+    return "\n".join(lines).rstrip()
+
+
+def _cells(topic: str, rows: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """Return the head and the rows of a topic's table as text."""
+    if topic != "curves":
+        return [["", "A", "B"], *([str(cell) for cell in row] for row in rows)]
+    table = [["", "first unequal", "parted at", "last A", "last B"]]
+    for name, unequal_step, far_step, last_first, last_second in rows:
+        parted = _ABSENT if far_step is None else f"step {far_step}"
+        table.append([name, f"step {unequal_step}", parted, f"{last_first:.6g}", f"{last_second:.6g}"])
+    return table

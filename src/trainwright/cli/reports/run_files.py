@@ -11,7 +11,7 @@ import csv
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trainwright.loggers.run_record import RECORD_FILE
 STAGES = ("fit", "validate", "test", "predict")
 _EVENT_FILES = "events.out.tfevents.*"
 _MAX_STEP = 2**31  # reports store steps as int32
-_OWN = frozenset({"step", "time", "epoch", "hp_metric"})  # the last is TensorBoard's placeholder
+_NOT_METRICS = frozenset({"step", "time", "epoch", "hp_metric"})  # hp_metric is TensorBoard's placeholder
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -98,7 +98,8 @@ class RunFiles:
             return self.trained
         starts = [event for event in self.events if event["event"] in STAGES]
         fits = [event for event in starts if event["event"] == "fit"]
-        return next(reversed(fits or starts), {})
+        candidates = fits or starts
+        return candidates[-1] if candidates else {}
 
 
 def read_run(path: str | Path) -> RunFiles:
@@ -111,95 +112,123 @@ def read_run(path: str | Path) -> RunFiles:
         ConfigurationError: `path` does not exist, or contains no run.
         RunFileError: a file is damaged.
     """
-    given = Path(path)
-    if not given.exists():
-        raise ConfigurationError(f"{given} does not exist. Pass the folder of a run, such as runs/version_0.")
-    top = given if given.is_dir() else given.parent
+    path = Path(path)
+    if not path.exists():
+        raise ConfigurationError(f"{path} does not exist. Pass the folder of a run, such as runs/version_0.")
+    top = path if path.is_dir() else path.parent
     record = _newest(top, RECORD_FILE) or _record_of(top)
-    found = RunFiles(top if record is None else record.parent)
-    folders: list[Path] = []
+    run = RunFiles(top if record is None else record.parent)
     if record is not None:
         with damage_named(record):
-            _read_record(record, found)
-            folders = [found.folder / name for name in found.start.get("folders", {}).get("logs", [])]
-    for folder in dict.fromkeys(each.resolve() for each in (*folders, found.folder)):
-        if not found.curves:
-            _read_curves(folder, found)
-    if record is None and not found.curves:
-        below = [file for pattern in _READERS if (file := _newest(top, pattern)) is not None]
-        if not below:
-            raise ConfigurationError(
-                f"{given} is not the folder of a run, and has none below it: there is no {RECORD_FILE}, metrics.csv, "
-                "metrics.jsonl or event file of TensorBoard. Pass the folder of a run."
-            )
-        found.folder = max(below, key=lambda file: file.stat().st_mtime).parent
-        _read_curves(found.folder, found)
-    return found
+            _read_record(record, run)
+            log_folders = _log_folders(run)
+        for folder in log_folders:
+            if not run.curves:
+                _read_curves(folder, run)
+    if not run.curves:
+        _read_curves(run.folder.resolve(), run)
+    if record is None and not run.curves:
+        run.folder = _newest_logs(path, top)
+        _read_curves(run.folder, run)
+    return run
+
+
+def _log_folders(run: RunFiles) -> list[Path]:
+    """Return the folders of the run's loggers, as its record names them: relative to its own folder."""
+    names = run.start.get("folders", {}).get("logs", [])
+    return [(run.folder / name).resolve() for name in names]
+
+
+def _newest_logs(path: Path, top: Path) -> Path:
+    """Return the folder below `top` with the newest file of curves. `path` is the user's path, for the error."""
+    files: list[Path] = []
+    for pattern in _READERS:
+        file = _newest(top, pattern)
+        if file is not None:
+            files.append(file)
+    if not files:
+        raise ConfigurationError(
+            f"{path} is not the folder of a run, and has none below it: there is no {RECORD_FILE}, metrics.csv, "
+            "metrics.jsonl or event file of TensorBoard. Pass the folder of a run."
+        )
+    return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 def run_folders(top: str | Path) -> list[Path]:
     """Return the folders in `top` that have a record or curves, sorted by path. Omit those of evaluation steps."""
-    found = {file.parent for pattern in (RECORD_FILE, *_READERS) for file in Path(top).rglob(pattern)}
-    return sorted(folder for folder in found if folder.parent not in found)
+    folders: set[Path] = set()
+    for pattern in (RECORD_FILE, *_READERS):
+        folders |= {file.parent for file in Path(top).rglob(pattern)}
+    # A logger may write the values of evaluation steps into a sub-folder of its own.
+    return sorted(folder for folder in folders if folder.parent not in folders)
 
 
 def _record_of(logs: Path) -> Path | None:
     """Return the record of the run that wrote a folder of logs. The record may be in the folder of another logger."""
-    place = logs.resolve()
-    for path in place.parents[1].glob(f"*/*/{RECORD_FILE}") if len(place.parents) > 1 else ():
-        with contextlib.suppress(RunFileError):
+    logs = logs.resolve()
+    if len(logs.parents) < 2:
+        return None
+    # runs/csv/version_0 has its record in runs/tensorboard/version_0, for example.
+    for path in logs.parents[1].glob(f"*/*/{RECORD_FILE}"):
+        with contextlib.suppress(RunFileError):  # of another run
             run = RunFiles(path.parent)
             with damage_named(path):
                 _read_record(path, run)
-                if place in [(path.parent / name).resolve() for name in run.start.get("folders", {}).get("logs", [])]:
+                if logs in _log_folders(run):
                     return path
     return None
 
 
 def _newest(top: Path, pattern: str) -> Path | None:
-    """Return the newest file with a name in a folder or, without one, in the folders below it. Runs that trained come
-    before those that only evaluated.
+    """Return the newest file with a name in a folder or, without one, in the folders below it.
+
+    Runs that trained come before those that only evaluated.
     """
-    here = [*top.glob(pattern)] or [*top.rglob(pattern)]
-    fits = {file for file in here if pattern == RECORD_FILE and b'"event": "fit"' in file.read_bytes()}
-    return max(here, key=lambda file: (file in fits, file.stat().st_mtime, file.name), default=None)
+    files = [*top.glob(pattern)] or [*top.rglob(pattern)]
+    trained: set[Path] = set()
+    if pattern == RECORD_FILE:
+        trained = {file for file in files if b'"event": "fit"' in file.read_bytes()}
+    return max(files, key=lambda file: (file in trained, file.stat().st_mtime, file.name), default=None)
 
 
-def _read_record(path: Path, found: RunFiles) -> None:
-    found.sources.append(path)
+def _read_record(path: Path, run: RunFiles) -> None:
+    run.sources.append(path)
     latest_fit: dict[str, Any] = {}
     for number, line in _json_lines(path):
-        if (
-            not isinstance(line, dict)
-            or type(line.get("step")) is not int
-            or not isinstance(line.get("event"), str)
-            or not isinstance(line.get("time"), (int, float))
-        ):
+        if not _is_event(line):
             raise RunFileError(f"{path}, line {number}: not an event of a run's record. The file is damaged.")
         if line["event"] == "fit":
             latest_fit = line
+            # The steps from here on are run again.
+            run.progress = [each for each in run.progress if each["step"] <= line["step"]]
         elif latest_fit and line["step"] > latest_fit["step"]:
-            found.trained = latest_fit
+            run.trained = latest_fit
         if line["event"] == "progress":
-            found.progress.append(line)
-            continue
-        if line["event"] == "fit":  # the steps from here on are run again
-            found.progress = [each for each in found.progress if each["step"] <= line["step"]]
-        found.events.append(line)
+            run.progress.append(line)
+        else:
+            run.events.append(line)
 
 
-def _read_curves(folder: Path, found: RunFiles) -> None:
+def _is_event(line: object) -> bool:
+    if not isinstance(line, dict):
+        return False
+    has_step = type(line.get("step")) is int  # True is an int for isinstance
+    has_time = isinstance(line.get("time"), (int, float))
+    return has_step and has_time and isinstance(line.get("event"), str)
+
+
+def _read_curves(folder: Path, run: RunFiles) -> None:
     """Read the curves in a folder, from the first kind of file that exists."""
     for pattern, read in _READERS.items():
         files = sorted(folder.glob(pattern))
-        points: dict[str, list[tuple[int, float]]] = {}
+        points: dict[str, list[tuple[int, float]]] = {}  # metric → (step, value)
         for file in files:
             with damage_named(file):
                 read(file, points)
                 curves = {name: _curve(values) for name, values in sorted(points.items())}
         if points:
-            found.sources += files
-            found.curves = curves
+            run.sources += files
+            run.curves = curves
             return
 
 
@@ -207,22 +236,26 @@ def _curve(points: list[tuple[int, float]]) -> Curve:
     table = np.array(points, dtype=np.float64).reshape(-1, 2)
     if np.abs(table[:, 0]).max(initial=0) >= _MAX_STEP:
         raise ValueError(f"a step is beyond {_MAX_STEP}")
-    order = np.argsort(table[:, 0], kind="stable")
+    order = np.argsort(table[:, 0], kind="stable")  # values of one step keep their order
     return Curve(table[order, 0].astype(np.int64), table[order, 1])
 
 
 def _read_csv(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
     with open(path, encoding="utf-8", newline="") as file:
+        # A crash may truncate the last line.
         rows = csv.reader(line for line in file if line.endswith("\n"))
         names = next(rows, [])
         if "step" not in names:
             raise RunFileError(f"{path}: the first line has no column 'step', so this is not a log of a run.")
-        at = names.index("step")
-        wanted = [(i, points.setdefault(name, [])) for i, name in enumerate(names) if name not in _OWN]
+        step_column = names.index("step")
+        columns: list[tuple[int, list[tuple[int, float]]]] = []
+        for i, name in enumerate(names):
+            if name not in _NOT_METRICS:
+                columns.append((i, points.setdefault(name, [])))
         for number, row in enumerate(rows, start=2):
             try:
-                step = int(float(row[at]))
-                for i, values in wanted:
+                step = int(float(row[step_column]))
+                for i, values in columns:
                     if i < len(row) and row[i]:
                         values.append((step, float(row[i])))
             except (ValueError, IndexError) as error:
@@ -234,8 +267,9 @@ def _read_jsonl(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             raise RunFileError(f"{path}, line {number}: expected an object with the key 'step'.")
         for name, value in line.items():
-            value = _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-            if name not in _OWN and isinstance(value, (int, float)):
+            if isinstance(value, str):
+                value = _NOT_FINITE.get(value, value)
+            if name not in _NOT_METRICS and isinstance(value, (int, float)):
                 points.setdefault(name, []).append((line["step"], float(value)))
 
 
@@ -258,7 +292,7 @@ def _read_events(path: Path, points: dict[str, list[tuple[int, float]]]) -> None
             for name, values in points.items():
                 points[name] = [point for point in values if point[0] < event.step]
         for value in event.summary.value:
-            if value.tag in _OWN:
+            if value.tag in _NOT_METRICS:
                 continue
             if value.HasField("simple_value"):
                 points.setdefault(value.tag, []).append((event.step, value.simple_value))
@@ -295,8 +329,9 @@ _READERS = {"metrics.csv": _read_csv, "metrics.jsonl": _read_jsonl, _EVENT_FILES
 def times_of(run: RunFiles) -> tuple[list[int], list[float]]:
     """Return steps and their times in seconds since the first event, both increasing. Empty without a record."""
     points: dict[int, float] = {}
-    lines: list[Mapping[str, Any]] = [*(event for event in run.events if event["event"] == "fit"), *run.progress]
-    for line in lines:
+    fits = [event for event in run.events if event["event"] == "fit"]
+    for line in (*fits, *run.progress):
+        # A resume starts at a step that the run has reached before: the later time counts.
         points[line["step"]] = max(line["time"], points.get(line["step"], 0.0))
     first = min(points.values(), default=0.0)
     steps = sorted(points)

@@ -65,19 +65,23 @@ class _Recorder(Callback):
         self._replay = replay
 
     def on_train_step_start(self, trainer: Any, task: TaskModule, group: Group) -> None:
-        if trainer.state.step == self._replay.step - 1:
-            loader = trainer.run.data.train().loader
-            found = [loader.indices_in(group.first_idx + i) for i in range(len(group.batches))]
-            self._replay.samples = [index for each in found if each is not None for index in each]
+        if trainer.state.step != self._replay.step - 1:
+            return
+        loader = trainer.run.data.train().loader
+        self._replay.samples = []
+        for i in range(len(group.batches)):
+            indices = loader.indices_in(group.first_idx + i)
+            if indices is not None:
+                self._replay.samples += indices
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
         step = trainer.state.step + 1
-        norms = {
-            name: float(torch.linalg.vector_norm(parameter.grad))
-            for name, parameter in task.named_parameters()
-            if parameter.grad is not None
-        }
+        norms: dict[str, float] = {}
+        for name, parameter in task.named_parameters():
+            if parameter.grad is not None:
+                norms[name] = float(torch.linalg.vector_norm(parameter.grad))
         self._replay.gradients = norms
+        # The norm of the norms is the norm of all elements.
         self._replay.grad_norms[step] = math.sqrt(sum(norm * norm for norm in norms.values()))
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
@@ -120,16 +124,20 @@ def replay_step(
     """
     manifest = open_checkpoint(Path(checkpoint)).manifest
     if manifest.kind != "full" or not manifest.step < step:
-        what = f"a checkpoint of step {manifest.step}" if manifest.kind == "full" else "a checkpoint of weights only"
+        what = "a checkpoint of weights only"
+        if manifest.kind == "full":
+            what = f"a checkpoint of step {manifest.step}"
         raise ConfigurationError(
             f"step {step} cannot be reached from {checkpoint}, {what}. Use a full checkpoint of an earlier step."
         )
-    found = Replay(step)
+    result = Replay(step)
     ranks = num_ranks or manifest.topology.get("world_size", 1)
+    on_nonfinite = arguments.get("on_nonfinite")
+    if on_nonfinite == "rollback":  # a replay writes no checkpoints to which it could roll back
+        on_nonfinite = "skip"
     settings = {
         **arguments,
-        # A replay writes no checkpoints to which it could roll back.
-        "on_nonfinite": "skip" if arguments.get("on_nonfinite") == "rollback" else arguments.get("on_nonfinite"),
+        "on_nonfinite": on_nonfinite,
         "devices": 1,
         "strategy": "single",
         "accumulate_grad_batches": accumulate_grad_batches * ranks,
@@ -140,19 +148,20 @@ def replay_step(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "preemption_grace": None,
-        "callbacks": [*arguments.get("callbacks", ()), _Recorder(found)],
+        "callbacks": [*arguments.get("callbacks", ()), _Recorder(result)],
     }
     with warnings.catch_warnings():
+        # The run's callbacks are not used, so that the checkpoint has states without a callback.
         warnings.filterwarnings("ignore", ".* holds the state of a callback")
         trainer = Trainer(**settings)
         trainer.fit(task, train_dataloaders, datamodule=datamodule, ckpt_path=checkpoint)
-    found.skipped = trainer.skipped_batches
-    if step not in found.losses and step not in found.grad_norms:
+    result.skipped = trainer.skipped_batches
+    if step not in result.losses and step not in result.grad_norms:
+        last = max(result.losses, default=manifest.step)
         raise ConfigurationError(
-            f"step {step} was not reached: training ended after step {max(found.losses, default=manifest.step)}. "
-            "Choose that step or an earlier one."
+            f"step {step} was not reached: training ended after step {last}. Choose that step or an earlier one."
         )
-    return found
+    return result
 
 
 def replay(argv: Sequence[str]) -> int:
@@ -165,7 +174,8 @@ def replay(argv: Sequence[str]) -> int:
     checkpoint = Path(wanted.checkpoint)
     if not checkpoint.is_dir():
         raise ConfigurationError(f"{checkpoint} is not a folder. Pass the folder of a checkpoint.")
-    if inside := find_checkpoints(checkpoint):
+    inside = find_checkpoints(checkpoint)
+    if inside:
         names = ", ".join(each.path.name for each in inside)
         raise ConfigurationError(f"{checkpoint} contains checkpoints. Pass the folder of one of them: {names}.")
     line = read_command_line(rest)
@@ -174,17 +184,25 @@ def replay(argv: Sequence[str]) -> int:
     if not line.configs:
         raise ConfigurationError(_needs_configuration(checkpoint))
     run = _run_of(checkpoint, wanted.run)
-    found = _replay_configured(checkpoint, wanted.step, run, line)
+    result = _replay_configured(checkpoint, wanted.step, run, line)
     rows: list[list[Any]] = []
     if run is not None:
         with damage_named(run.record):
-            rows = _compared(found, run)
+            rows = _compared(result, run)
     if wanted.json:
-        facts = {"compared": rows, "gradients": found.gradients, "samples": found.samples}
-        print(json.dumps(json_safe(plain({**facts, "skipped": found.skipped})), indent=2, allow_nan=False))
+        facts = {
+            "compared": rows,
+            "gradients": result.gradients,
+            "samples": result.samples,
+            "skipped": result.skipped,
+        }
+        print(json.dumps(json_safe(plain(facts)), indent=2, allow_nan=False))
     else:
-        print(visible(_text(found, rows, wanted.tolerance)))
-    return int(any(not _is_close(logged, mine, wanted.tolerance) for *_, logged, mine in rows))
+        print(visible(_text(result, rows, wanted.tolerance)))
+    for _, _, logged, replayed in rows:
+        if not _is_close(logged, replayed, wanted.tolerance):
+            return 1
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -208,8 +226,10 @@ def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
     if named is not None:
         return read_run(named)
     above = checkpoint.absolute().parent.parent
-    records = [file for depth in _DEPTHS for file in above.glob(depth + RECORD_FILE)]
-    for record in sorted(records, key=lambda file: -file.stat().st_mtime):
+    records: list[Path] = []
+    for depth in _DEPTHS:
+        records += above.glob(depth + RECORD_FILE)
+    for record in sorted(records, key=lambda file: -file.stat().st_mtime):  # the newest first
         with contextlib.suppress(RunFileError):  # of another run
             run = read_run(record.parent)
             with damage_named(record):
@@ -222,14 +242,16 @@ def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
 def _needs_configuration(checkpoint: Path) -> str:
     """Return the error for a missing `--config`, with the path of the file that the run has probably saved."""
     above = checkpoint.absolute().parent.parent
-    found = next((above / name for name in _CONFIGS if (above / name).is_file()), None)
-    if found is None:
-        return (
-            "replay needs the configuration of the run. Pass --config FILE, or call "
-            "trainwright.cli.reports.step_replay.replay_step in a script."
-        )
-    # A checkpoint of someone else has the configuration of someone else, which is code.
-    return f"replay runs the code that a configuration names. If you trust {found}, pass --config {found}."
+    for name in _CONFIGS:
+        file = above / name
+        if file.is_file():
+            # It is not used by itself: a checkpoint of someone else has the configuration of someone else, which is
+            # code.
+            return f"replay runs the code that a configuration names. If you trust {file}, pass --config {file}."
+    return (
+        "replay needs the configuration of the run. Pass --config FILE, or call "
+        "trainwright.cli.reports.step_replay.replay_step in a script."
+    )
 
 
 def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: CommandLine) -> Replay:
@@ -238,76 +260,96 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
     from trainwright.core.rng import seed_everything
 
     parser, settings = read_settings("fit", line)
-    given = settings.pop("trainer").as_dict()
+    arguments = settings.pop("trainer").as_dict()
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
-    start: Mapping[str, Any] = {} if run is None else run.start
-    with damage_named("" if run is None else run.record):
-        recorded = dict(start.get("hyperparameters", {}))
-        mesh = start.get("mesh", {})
-        readers = int(mesh.get("dp_replicate", 1)) * int(mesh.get("dp_shard", 1))
-    owners = [owner for owner in (built.data, built.task) if owner is not None]
-    values = {k: v for owner in owners for k, v in kept_and_left_out(owner.hparams)[0].items()}  # as in the record
-    own = json_safe(plain(values))
-    for name in recorded.keys() & own.keys():
-        if recorded[name] != own[name]:
-            print(
-                f"note: {name} is {own[name]} in the configuration, and was {recorded[name]} in the run. Pass the "
-                "configuration of that run by --config, or override it.",
-                file=sys.stderr,
-            )
+    seed = arguments["seed"]
+    num_ranks: int | None = None
+    if run is not None:
+        with damage_named(run.record):
+            seed = run.start.get("seed")
+            recorded = dict(run.start.get("hyperparameters", {}))
+            if run.start:
+                # Ranks of one model-parallel group read the same data, so that only these two axes count.
+                mesh = run.start.get("mesh", {})
+                num_ranks = int(mesh.get("dp_replicate", 1)) * int(mesh.get("dp_shard", 1))
+        _print_differences(recorded, built)
+    names = (*STEP_ARGUMENTS, "max_epochs", "max_steps", "on_nonfinite", "max_skipped")
     return replay_step(
         built.task,
         checkpoint,
         step,
         datamodule=built.data,
-        num_ranks=readers if start else None,
-        accumulate_grad_batches=given["accumulate_grad_batches"] or 1,
-        seed=given["seed"] if run is None else start.get("seed"),
-        **{name: given[name] for name in (*STEP_ARGUMENTS, "max_epochs", "max_steps", "on_nonfinite", "max_skipped")},
+        num_ranks=num_ranks,
+        accumulate_grad_batches=arguments["accumulate_grad_batches"] or 1,
+        seed=seed,
+        **{name: arguments[name] for name in names},
     )
 
 
-def _compared(found: Replay, run: RunFiles) -> list[list[Any]]:
+def _print_differences(recorded: Mapping[str, Any], built: Any) -> None:
+    """Print a note for each hyper-parameter that the run had with another value."""
+    values: dict[str, Any] = {}
+    for owner in (built.data, built.task):  # the task wins, as in the record
+        if owner is not None:
+            values |= kept_and_left_out(owner.hparams)[0]
+    configured = json_safe(plain(values))
+    for name in recorded.keys() & configured.keys():
+        if recorded[name] != configured[name]:
+            print(
+                f"note: {name} is {configured[name]} in the configuration, and was {recorded[name]} in the run. Pass "
+                "the configuration of that run by --config, or override it.",
+                file=sys.stderr,
+            )
+
+
+def _compared(result: Replay, run: RunFiles) -> list[list[Any]]:
     """Return a list [step, name, logged value, replayed value] for each logged value of the replayed steps."""
     rows: list[list[Any]] = []
     for line in run.progress:
         step = line["step"]
-        for name, values in (("loss", found.losses), ("grad_norm", found.grad_norms)):
+        for name, values in (("loss", result.losses), ("grad_norm", result.grad_norms)):
             if name in line and step in values:
                 rows.append([step, name, float(line[name]), values[step]])
     return rows
 
 
-def _is_close(logged: float, mine: float, tolerance: float) -> bool:
-    if not (math.isfinite(logged) and math.isfinite(mine)):
-        return math.isnan(logged) == math.isnan(mine)
-    return abs(logged - mine) <= tolerance * max(abs(logged), abs(mine))
+def _is_close(logged: float, replayed: float, tolerance: float) -> bool:
+    if not (math.isfinite(logged) and math.isfinite(replayed)):
+        return logged == replayed or (math.isnan(logged) and math.isnan(replayed))
+    return abs(logged - replayed) <= tolerance * max(abs(logged), abs(replayed))
 
 
-def _text(found: Replay, rows: list[list[Any]], tolerance: float) -> str:
-    step = found.step
-    loss = f", loss {found.losses[step]:.6g}" if step in found.losses else ""
-    lines = [f"step {step}{loss}, gradient norm {found.grad_norms.get(step, math.nan):.6g}"]
+def _text(result: Replay, rows: list[list[Any]], tolerance: float) -> str:
+    step = result.step
+    loss = f", loss {result.losses[step]:.6g}" if step in result.losses else ""
+    lines = [f"step {step}{loss}, gradient norm {result.grad_norms.get(step, math.nan):.6g}"]
     if rows:
-        cells = [
-            [str(s), name, f"{logged:.6g}", f"{mine:.6g}", "equal" if _is_close(logged, mine, tolerance) else "differs"]
-            for s, name, logged, mine in rows
-        ]
-        lines += ["", *table_lines([["step", "", "logged", "replayed", ""], *cells])]
+        table = [["step", "", "logged", "replayed", ""]]
+        for row_step, name, logged, replayed in rows:
+            verdict = "equal" if _is_close(logged, replayed, tolerance) else "differs"
+            table.append([str(row_step), name, f"{logged:.6g}", f"{replayed:.6g}", verdict])
+        lines += ["", *table_lines(table)]
     if not any(row[0] == step for row in rows):
         lines.append(f"step {step} itself was not logged: only every log_every_n_steps-th step is.")
-    bad = [name for name, norm in found.gradients.items() if not math.isfinite(norm)]
-    if bad:
-        lines += ["", f"gradients that are not finite: {', '.join(bad[:_SHOWN])}{' …' if len(bad) > _SHOWN else ''}"]
-    for each in found.skipped:
-        ids = [str(i) for of_rank in each.sample_ids or [] for i in of_rank]
-        shown = f"; samples {', '.join(ids[:_SHOWN])}{' …' if len(ids) > _SHOWN else ''}" if ids else ""
-        lines.append(f"skipped after step {each.step}: {each.reason}{shown}")
-    largest = sorted(found.gradients.items(), key=lambda item: -item[1])[:_SHOWN]
-    lines += ["", "largest gradients:", *(f"  {name}  {norm:.4g}" for name, norm in largest)]
-    if found.samples:
-        more = " …" if len(found.samples) > _SHOWN else ""
-        lines.append(f"samples: {', '.join(map(str, found.samples[:_SHOWN]))}{more}")
+    not_finite = [name for name, norm in result.gradients.items() if not math.isfinite(norm)]
+    if not_finite:
+        lines += ["", f"gradients that are not finite: {_first(not_finite)}"]
+    for skipped in result.skipped:
+        ids: list[int | str] = []
+        for ids_of_rank in skipped.sample_ids or []:
+            ids += ids_of_rank
+        samples = f"; samples {_first(ids)}" if ids else ""
+        lines.append(f"skipped after step {skipped.step}: {skipped.reason}{samples}")
+    lines += ["", "largest gradients:"]
+    largest = sorted(result.gradients.items(), key=lambda item: -item[1])[:_SHOWN]
+    lines += [f"  {name}  {norm:.4g}" for name, norm in largest]
+    if result.samples:
+        lines.append(f"samples: {_first(result.samples)}")
     return "\n".join(lines)
+
+
+def _first(values: Sequence[int | str]) -> str:
+    more = " …" if len(values) > _SHOWN else ""
+    return ", ".join(map(str, values[:_SHOWN])) + more
