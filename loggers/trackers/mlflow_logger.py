@@ -68,7 +68,8 @@ class MLFlowLogger(QueuedLogger):
         """The id of the experiment; None until it is known."""
         return self._experiment_id
 
-    experiment_id, run_id = name, QueuedLogger.version
+    experiment_id = name
+    run_id = QueuedLogger.version
 
     def _open(self, run: RunInfo) -> None:
         tracking = require_package("mlflow.tracking", purpose="MLFlowLogger")

@@ -148,7 +148,9 @@ class QueuedLogger(RemoteLogger):
         """Wait for the queue, at most `patience` seconds, and close the run. Warn about lost calls."""
         if self._run is None or self._worker is None:
             return
-        worker, self._worker, self._run = self._worker, None, None
+        worker = self._worker
+        self._worker = None
+        self._run = None
         atexit.unregister(self._finish_at_exit)
         if self._last_checkpoint is not None:
             worker.calls.put(partial(_upload, self, *self._last_checkpoint))
@@ -173,7 +175,9 @@ class QueuedLogger(RemoteLogger):
         if found is None or (self._is_id_fixed and found != self._id):
             return
         if self._run is None:
-            self._id, self._exists, self._resumes = found, True, True
+            self._id = found
+            self._exists = True
+            self._resumes = True
         elif found != self._id:
             self.warn_once(
                 f"the checkpoint belongs to the run {found!r} of {type(self).__name__}, but the run {self._id!r} is "
@@ -240,7 +244,8 @@ class _Worker(threading.Thread):
         self.has_answered = threading.Event()
         self.is_open = False
         self.is_abandoned = False
-        self._logger, self._info = logger, info
+        self._logger = logger
+        self._info = info
         self._floors: Mapping[str, int] = {}
         self.start()
 
@@ -267,7 +272,9 @@ class _Worker(threading.Thread):
         logger._open(self._info)
         if logger._resumes:
             self.read_floors()
-        logger._exists, logger._resumes, self.is_open = True, False, True
+        logger._exists = True
+        logger._resumes = False
+        self.is_open = True
 
     def read_floors(self) -> None:
         self._floors = self._logger._last_steps()

@@ -60,7 +60,8 @@ class _ExitHandler(SignalHandler):
 
     def __init__(self, deadline: float, before: Mapping[int, Any]) -> None:
         super().__init__()
-        self._deadline, self._before = deadline, before
+        self._deadline = deadline
+        self._before = before
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Ignore the signal, or after the deadline pass it to the previous handler."""
@@ -100,11 +101,14 @@ class _Note(SignalHandler):
 
     def __init__(self, preemption: Preemption, loop: LoopState, before: Mapping[int, Any]) -> None:
         super().__init__()
-        self._preemption, self._loop, self._before = preemption, loop, before
+        self._preemption = preemption
+        self._loop = loop
+        self._before = before
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Store the signal."""
-        before, leaves = self._before[number], self._preemption.agreed
+        before = self._before[number]
+        leaves = self._preemption.agreed
         self._preemption.take(number)
         self._loop.check_next_step()
         if is_users(before):

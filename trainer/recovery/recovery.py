@@ -203,7 +203,9 @@ class Recovery:
 
     def _find_newest(self, max_step: int) -> Path | None:
         """Choose among the checkpoints in the run's index and the one that the run was resumed from."""
-        folder, origin, abandoned = self._places.run_folder, self._loads.origin, self._progress.abandoned
+        folder = self._places.run_folder
+        origin = self._loads.origin
+        abandoned = self._progress.abandoned
         candidates = folder.listed(
             lambda entry: entry.kind == "full" and entry.step <= max_step and entry.created not in abandoned
         )
@@ -218,7 +220,9 @@ class Recovery:
         Call it where nothing references the epoch's loader, so that the loader's workers end. Callbacks and loggers
         receive the same calls as for a resume in a new process, up to `on_fit_start`. Then start the loggers again.
         """
-        state, progress, data = self._progress.state, self._progress, self._data.made
+        state = self._progress.state
+        progress = self._progress
+        data = self._data.made
         assert data is not None  # an epoch was running
         before = state.to_dict()
         stop = data.loader.position(state.batch_in_epoch)
@@ -299,8 +303,10 @@ class Recovery:
             An error of the engine that names the user's parameters, to raise from `error`. The hooks received it
             instead of `error`. None if the engine has nothing to add.
         """
-        task, datamodule = self._hooks.task, self._data.datamodule
-        group, batch = self._loop.group, self._logs.metrics.batch
+        task = self._hooks.task
+        datamodule = self._data.datamodule
+        group = self._loop.group
+        batch = self._logs.metrics.batch
         if group is not None and batch is not None and self._engine.phase is not Phase.BETWEEN_STEPS:
             self.note_batch(error, "training_step", batch, group.first_idx + group.index)
         note_missing_weights(error, task)

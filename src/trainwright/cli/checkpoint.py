@@ -212,7 +212,8 @@ def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> N
         _print_some(f"only in {side}:", only)
     _print_some("values that differ:", [f"{item.path}: {item.left} -> {item.right}" for item in found.values])
     if found.tensors:
-        first, largest = found.tensors[0], found.largest()
+        first = found.tensors[0]
+        largest = found.largest()
         most = "" if largest is None else f"; largest difference {largest.max_abs:.6g} in {largest.path}"
         _print(f"{len(found.tensors)} of {found.num_tensors} compared tensors differ, the first is {first.path}{most}")
         differing = [

@@ -133,7 +133,8 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
             "--devices and --device-memory need a model, but stored weights do not contain its layers. Pass its "
             "config.json, its name, or package.module:Class."
         )
-    shape, facts = training_shape(model.module), dict[str, Any]()
+    shape = training_shape(model.module)
+    facts = dict[str, Any]()
     buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
     batch = (wanted.batch_size, wanted.sequence_length)
     kept = 0 if wanted.batch_size is None else _activation_bytes(model, *batch, loss=True)
@@ -172,10 +173,12 @@ def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     from trainwright.bigmodels.maps.rank_peaks import pipeline_peak, stage_shapes
 
     assert model.module is not None
-    stages, pp = stage_shapes(model.module, wanted.devices), wanted.devices
+    stages = stage_shapes(model.module, wanted.devices)
+    pp = wanted.devices
     if stages is None:
         return f"the model has no stack of {pp} layers or more"
-    kept, sent = [0] * pp, [0] * (pp - 1)
+    kept = [0] * pp
+    sent = [0] * (pp - 1)
     if wanted.batch_size is not None:
         kept, sent = _stage_bytes(model, wanted.batch_size, wanted.sequence_length, loss=True, pp=pp)
     load: dict[str, Any] = {"activation_bytes": kept, "sent_bytes": sent, "foreach": True}
@@ -187,7 +190,8 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
 
     assert model.module is not None
-    length, cp = wanted.sequence_length, wanted.devices
+    length = wanted.sequence_length
+    cp = wanted.devices
     is_decoder = "input_ids" in inspect.signature(model.module.forward).parameters and not (
         (model.config or {}).get("is_encoder_decoder")
     )
@@ -234,7 +238,8 @@ def _stage_bytes(
                 stages = find_stages(module, pp, None) if pp > 1 else []
                 return count_stage_bytes(lambda: module(**inputs), module, stages)
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-            positions, hint = _num_positions(model.config), ""
+            positions = _num_positions(model.config)
+            hint = ""
             if positions is not None and sequence_length > positions:
                 hint = f" It has {positions} positions: pass --sequence-length {positions} or less."
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor))

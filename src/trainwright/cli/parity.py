@@ -228,7 +228,8 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
         losses = [step.loss for step in run.steps[1:] if step.loss is not None]
         shown = f"{losses[0]:.6g} … {losses[-1]:.6g}" if losses else "–"
         if run is result.reference:
-            cells, verdict = [""] * len(KINDS), "reference"
+            cells = [""] * len(KINDS)
+            verdict = "reference"
         else:
             cells = [f"{result.worst[kind]:.1e}" if kind in result.worst else "–" for kind in KINDS]
             verdict = "equal" if result.equal else f"differs in step {result.step}"

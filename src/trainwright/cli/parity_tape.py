@@ -337,7 +337,8 @@ class Comparison:
                 without = self.other if name in ours else self.reference
                 self.found.append(Difference(PARAMETER, name, f"{without.label} has none"))
                 continue
-            mine, other = ours[name], theirs[name]
+            mine = ours[name]
+            other = theirs[name]
             if name in self.noise and self.noise[name].shape == mine.shape == other.shape:
                 other = torch.where(self.noise[name], mine, other)
             self._compare(PARAMETER, name, mine, other)

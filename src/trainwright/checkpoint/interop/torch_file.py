@@ -149,7 +149,8 @@ def _read_former(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
                 "(pickle.dump, or torch before 0.1.10), or damaged. A bare pickle can only be executed. If you trust "
                 "its author, load it with torch.load(…, weights_only=False) and save its tensors again."
             )
-    data, end = _map(path), 0
+    data = _map(path)
+    end = 0
     values: list[Any] = []
     found: list[Placeholder] = []
     for number in range(5):
