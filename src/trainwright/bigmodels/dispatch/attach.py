@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -120,8 +121,12 @@ def attach_align_device_hook_on_blocks(
     """
     options = _HookArguments(weights_map, offload_buffers, skip_keys, preload_module_classes or (), prefetcher)
     if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
-        names = {name for name, _ in module.named_modules(prefix=module_name)}
-        devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
+        devices: Mapping[str, Device | None]
+        if isinstance(execution_device, Mapping):
+            devices = execution_device
+        else:
+            names = {name for name, _ in module.named_modules(prefix=module_name)}
+            devices = dict.fromkeys(names, execution_device)
         offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
         _attach(module, devices, offloads, module_name, options, outer=True)
     elif offload:
@@ -151,35 +156,51 @@ def _attach(
         prefix = f"{path}." if path else ""
         if loaded_with_outer and prefix.startswith(loaded_with_outer):
             continue
-        own = frozenset(name for name, _, _ in tensors_of(module, recurse=False))
-        single = {name for name in own if prefix + name in entries}
+        own_names = frozenset(name for name, _, _ in tensors_of(module, recurse=False))
+        names_with_entry = {name for name in own_names if prefix + name in entries}
         block = innermost(path, entries)
-        as_one = block is not None and offloads[block] and options.is_loaded_as_one(module)
-        if as_one:
+        is_loaded_as_one = block is not None and offloads[block] and options.is_loaded_as_one(module)
+        if is_loaded_as_one:
             loaded_with_outer = (*loaded_with_outer, prefix)
-        hooks: list[tuple[Device | None, bool, frozenset[str] | None]] = []
-        if block is not None and (as_one or (outer and (path in entries or _holds_tensors(module))) or own):
-            names = None if as_one else own - single
-            hooks.append((devices[block], offloads[block] and names != frozenset(), names))
+
+        hooks: list[_PlannedHook] = []
+        if block is not None:
+            moves_inputs = outer and (path in entries or _holds_tensors(module))
+            if is_loaded_as_one:
+                hooks.append(_PlannedHook(devices[block], True, None))
+            elif own_names or moves_inputs:
+                names = own_names - names_with_entry
+                hooks.append(_PlannedHook(devices[block], offloads[block] and bool(names), names))
         elif outer and path == "":
-            hooks.append((devices.get(""), False, frozenset()))
-        hooks += [(devices[prefix + name], offloads[prefix + name], frozenset({name})) for name in sorted(single)]
-        for number, (device, offload, names) in enumerate(hooks):
-            weights_map = options.weights_map if offload else None
+            hooks.append(_PlannedHook(devices.get(""), False, frozenset()))
+        for name in sorted(names_with_entry):
+            entry = prefix + name
+            hooks.append(_PlannedHook(devices[entry], offloads[entry], frozenset({name})))
+
+        for number, planned in enumerate(hooks):
+            weights_map = None
+            if planned.offload and options.weights_map is not None:
+                weights_map = PrefixedDataset(options.weights_map, prefix)
             hook = AlignDevicesHook(
-                device,
-                offload,
+                planned.device,
+                planned.offload,
                 io_same_device=outer and path == "" and number == 0,
-                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                weights_map=weights_map,
                 offload_buffers=options.offload_buffers,
-                place_submodules=as_one and number == 0,
+                place_submodules=is_loaded_as_one and number == 0,
                 skip_keys=options.skip_keys,
-                prefetcher=options.prefetcher if offload else None,
-                tensor_names=names,
+                prefetcher=options.prefetcher if planned.offload else None,
+                tensor_names=planned.tensor_names,
             )
             hook.placeholders = options.placeholders
             add_hook_to_module(module, hook, append=True)
     note_shared(model)
+
+
+class _PlannedHook(NamedTuple):
+    device: Device | None
+    offload: bool
+    tensor_names: frozenset[str] | None  # None: all, with those of submodules
 
 
 def check_first_forward(model: nn.Module) -> None:
@@ -195,17 +216,19 @@ def check_first_forward(model: nn.Module) -> None:
 
 
 def _check_initialized(module: nn.Module) -> None:
-    known: set[tuple[int, str]] = set()
+    offloaded: set[tuple[int, str]] = set()
     for part in module.modules():
         for hook in offloading_hooks(part):
             if hook.execution_device is not None and hook.execution_device.type == "meta":
                 return  # no tensor has values there
-            known |= hook.offloaded_entries(part)
+            offloaded |= hook.offloaded_entries(part)
     found: list[str] = []
     for path, part in module.named_modules():
         for table in (part._parameters, part._buffers):
-            names = [name for name, tensor in table.items() if tensor is not None and tensor.is_meta]
-            found += [f"{path}.{name}".lstrip(".") for name in names if (id(table), name) not in known]
+            for name, tensor in table.items():
+                is_empty = tensor is not None and tensor.is_meta
+                if is_empty and (id(table), name) not in offloaded:
+                    found.append(f"{path}.{name}".lstrip("."))
     if found:
         raise ConfigurationError(
             f"{len(found)} weights in {type(module).__name__} are on the meta device and have no values, {found[0]!r} "

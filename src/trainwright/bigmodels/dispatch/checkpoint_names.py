@@ -25,8 +25,12 @@ def match(weights: Sequence[Weight], stored: Collection[str]) -> LoadedKeys:
     missing: list[str] = []
     known: set[str] = set()
     for weight in weights:
-        # Checkpoints do not contain the prefixes that torch.compile adds to names.
-        names = [each for name in weight.names for each in dict.fromkeys((name, plain_name(name)))]
+        names = []
+        for name in weight.names:
+            names.append(name)
+            # Checkpoints do not contain the prefixes that torch.compile adds to names.
+            if plain_name(name) != name:
+                names.append(plain_name(name))
         known.update(names)
         present = [name for name in names if name in stored]
         # The last name, as in load_state_dict, which copies the value of each name into the shared tensor.

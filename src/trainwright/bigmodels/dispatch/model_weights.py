@@ -68,7 +68,10 @@ class Weight:
 
     def find_in(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the first value under one of the weight's names. Files store only one name of tied weights."""
-        return next((values[name] for name in self.names if name in values), None)
+        for name in self.names:
+            if name in values:
+                return values[name]
+        return None
 
     def choose_dtype(self, dtype: torch.dtype | None, keep_in_fp32: Collection[str]) -> None:
         """Choose the dtype after loading: `dtype`, float32 in the modules `keep_in_fp32`, or the current dtype."""
@@ -83,7 +86,7 @@ class Weight:
 
 def find_weights(model: nn.Module) -> list[Weight]:
     """Return the model's parameters and buffers, each once, with all its names."""
-    found: dict[int, Weight] = {}
+    found: dict[int, Weight] = {}  # by the id of the tensor, which modules with tied weights share
     same = partly_offloaded(model)
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -98,7 +101,8 @@ def find_weights(model: nn.Module) -> list[Weight]:
     for module in model.modules():
         for hook in offloading_hooks(module):
             for name, shown, value, span in hook.offloaded(module):
-                if (weight := found.get(id(shown))) is not None and shown.is_meta:
+                weight = found.get(id(shown))
+                if weight is not None and shown.is_meta:
                     weight.hooked.append(HookedValue(hook, module, name, value, span))
     return list(found.values())
 
@@ -137,7 +141,9 @@ def compare(weights: list[Weight], stored: StoredWeights, checkpoint: PathLike) 
 
 def _kind(tensor: torch.Tensor) -> str:
     """Return the kind of a tensor's dtype. Loading converts only between dtypes of one kind."""
-    return "complex" if tensor.is_complex() else "floating" if tensor.is_floating_point() else "integer"
+    if tensor.is_complex():
+        return "complex"
+    return "floating" if tensor.is_floating_point() else "integer"
 
 
 def _within(name: str, modules: Iterable[str]) -> bool:

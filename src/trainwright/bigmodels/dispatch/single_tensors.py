@@ -52,11 +52,7 @@ def set_module_tensor_to_device(
         ConfigurationError: There is no such tensor, the device is not on this machine, the shape differs, or a meta
             tensor is moved without `value`. The module is as before.
     """
-    path, _, leaf = tensor_name.rpartition(".")
-    modules = dict(module.named_modules())
-    owner = modules.get(path)
-    tables = {} if owner is None else {**owner._parameters, **owner._buffers}
-    former = tables.get(leaf)
+    former = _find_tensor(module, tensor_name)
     if former is None:
         known = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         raise ConfigurationError(f"{type(module).__name__} has no tensor {tensor_name!r}.{nearest(tensor_name, known)}")
@@ -68,9 +64,12 @@ def set_module_tensor_to_device(
             f"{tensor_name!r} has shape {tuple(former.shape)}. Pass a value with this shape, not {tuple(value.shape)}."
         )
     source = (former if value is None else value).detach()
-    copies = None if tied_params_map is None else tied_params_map.get(source.data_ptr())
-    new = None if copies is None else copies.get(target)
-    if new is None:
+    copies: dict[torch.device, torch.Tensor] | None = None
+    if tied_params_map is not None:
+        copies = tied_params_map.get(source.data_ptr())
+    if copies is not None and target in copies:
+        new = copies[target]
+    else:
         moved = source.to(target, to_dtype(dtype) or former.dtype, non_blocking=non_blocking)
         new = like(former, moved)
         if fp16_statistics is not None:
@@ -80,6 +79,14 @@ def set_module_tensor_to_device(
     put(module, tensor_name, new)
     if clear_cache and former.device.type not in ("cpu", "meta") and former.device != target:
         clear_device_cache()
+
+
+def _find_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    path, _, leaf = name.rpartition(".")
+    owner = dict(module.named_modules()).get(path)
+    if owner is None:
+        return None
+    return {**owner._parameters, **owner._buffers}.get(leaf)
 
 
 def load_state_dict(
@@ -109,6 +116,8 @@ def load_state_dict(
     found: dict[str, torch.Tensor] = {}
     for name, tensor in stored.items():
         entry = innermost(name, places)
-        device = "cpu" if entry is None or places[entry] == "disk" else places[entry]
+        device: Device = "cpu"
+        if entry is not None and places[entry] != "disk":
+            device = places[entry]
         found[name] = tensor.to(checked_device(device))
     return found

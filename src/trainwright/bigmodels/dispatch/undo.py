@@ -19,15 +19,15 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
 
     Values that were overwritten in place are not restored. Tensors stay allocated until the context ends.
     """
-    modules = list(model.modules())
-    tables = [
-        (table, dict(table))
-        for module in modules
-        for table in (module.__dict__, *module.__dict__.values())
-        if type(table) in (dict, OrderedDict)
-    ]
+    tables = []  # each with a copy: attributes of the modules, and their dicts of parameters, buffers, hooks, …
+    hooks = []
+    for module in model.modules():
+        for table in (module.__dict__, *module.__dict__.values()):
+            if type(table) in (dict, OrderedDict):
+                tables.append((table, dict(table)))
+        for hook in offloading_hooks(module):
+            hooks.append((hook, hook.__dict__.copy()))
     devices = [(parameter, parameter.device) for parameter in model.parameters()]
-    hooks = [(hook, hook.__dict__.copy()) for module in modules for hook in offloading_hooks(module)]
     try:
         yield
     except BaseException:
@@ -57,7 +57,11 @@ def remove_placement(model: nn.Module) -> None:
                 others.append(each)
             elif each.release(module):
                 has_files = True
-        if hook_of(module) is not None:
-            set_hook(module, SequentialHook(*others) if len(others) > 1 else next(iter(others), None))
+        if hook_of(module) is None:
+            continue
+        if len(others) > 1:
+            set_hook(module, SequentialHook(*others))
+        else:
+            set_hook(module, others[0] if others else None)
     if has_files:
         refuse_moves(model)

@@ -104,8 +104,9 @@ class WeightPlaces:
         compare(found, stored, checkpoint)
         on_disk = [weight for weight in found if weight.device is None]
         others = [weight for weight in found if weight.device is not None]
+        # Everything that may fail comes before the first change: writing to the folder, and reading of values.
         files = _in_files(on_disk, stored, self.folder, checkpoint)
-        values = [new_value(weight, stored) for weight in others]  # all, before the first change
+        values = [new_value(weight, stored) for weight in others]
         for weight in on_disk:
             name = weight.names[0]
             self._replace_offloaded(weight, files[name], files.locate(name))
@@ -174,29 +175,31 @@ class WeightPlaces:
                 continue
             host_names = [name for name in weight.names if "cpu" in entries and self._entry(name) == "cpu"]
             disk_names = [name for name in weight.names if "disk" in entries and self._entry(name) == "disk"]
-            own = None if weight.tensor.is_meta else weight.tensor.detach()
-            value = own if self.given is None else weight.find_in(self.given)
+            in_memory = None if weight.tensor.is_meta else weight.tensor.detach()
+            value = in_memory if self.given is None else weight.find_in(self.given)
             if value is not None and value.is_meta:
                 value = None
-            if host_names:
-                if value is None:
-                    not_given.append(host_names[0])
-                else:
-                    found.add_all(host_names, value.detach().to("cpu"))
+
+            if host_names and value is not None:
+                found.add_all(host_names, value.detach().to("cpu"))
+            elif host_names:
+                not_given.append(host_names[0])
+
             if not disk_names:
                 continue
-            if weight.device is not None and own is not None:  # another module has it in memory
-                found.add_all(disk_names, own)
-            elif value is not None:
+            if weight.device is not None and in_memory is not None:  # another module has it in memory
+                found.add_all(disk_names, in_memory)
+                continue
+            if value is None:
+                value = in_memory
+            if value is not None:
                 to_write.append((disk_names, value))
-            elif own is not None:
-                to_write.append((disk_names, own))
-            elif (replaced := replaced_weight(weight.tensor)) is not None and replaced.value is not None:
-                found.add_all(disk_names, replaced.value, replaced.span)
-            elif (stored_name := next((name for name in weight.names if name in self._on_disk), None)) is not None:
-                found.add_all(disk_names, *self._on_disk.on_disk(stored_name))
-            else:
+                continue
+            stored = self._find_in_files(weight)
+            if stored is None:
                 missing.append(disk_names[0])
+            else:
+                found.add_all(disk_names, *stored)
         if not_given:
             raise CheckpointError(
                 f"{len(not_given)} offloaded weights are on the CPU and not in state_dict: {_first(not_given, repr)}. "
@@ -211,6 +214,16 @@ class WeightPlaces:
             _write(to_write, self.folder, found)
         return found
 
+    def _find_in_files(self, weight: Weight) -> tuple[torch.Tensor, FileSpan | None] | None:
+        """Return a weight that is in a file, and its location: that of an earlier offload, or one in the folder."""
+        replaced = replaced_weight(weight.tensor)
+        if replaced is not None and replaced.value is not None:
+            return replaced.value, replaced.span
+        for name in weight.names:
+            if name in self._on_disk:
+                return self._on_disk.on_disk(name)
+        return None
+
     def _entry(self, name: str) -> Device | None:
         """Return the device of a tensor in the map. None if the map does not contain it."""
         assert self.device_map is not None
@@ -218,19 +231,21 @@ class WeightPlaces:
         return None if block is None else self.device_map[block]
 
     def _device_of(self, weight: Weight) -> torch.device | None:
-        devices: list[Device] = []
+        """Return the device of a weight, or None if it is on the disk."""
+        entries: list[Device] = []
         if self.device_map is not None:
-            devices = [entry for name in weight.names if (entry := self._entry(name)) is not None]
-        if devices:
-            # A shared tensor goes to the device of its first module that is not on the disk.
-            device = next((device for device in devices if device != "disk"), None)
-            if device is not None:
-                return to_device(device)
-            stays = weight.is_buffer and not (self.offload_buffers and weight.is_saved)
-            return _CPU if stays else None
-        if weight.hooked:
-            return None if weight.is_hooked_on_disk else weight.hooked[0].value.device
-        return _CPU if weight.tensor.is_meta else weight.tensor.device
+            for name in weight.names:
+                entry = self._entry(name)
+                if entry is not None:
+                    entries.append(entry)
+        if not entries:
+            return _current_device(weight)
+        # A shared tensor goes to the device of its first module that is not on the disk.
+        for entry in entries:
+            if entry != "disk":
+                return to_device(entry)
+        goes_to_disk = not weight.is_buffer or (self.offload_buffers and weight.is_saved)
+        return None if goes_to_disk else _CPU
 
     def _check_has_values(self, left: list[Weight], empty: list[str], checkpoint: PathLike) -> None:
         """Raise if `dispatch_model` would raise because of missing values, before weights are overwritten."""
@@ -254,8 +269,11 @@ class WeightPlaces:
             weight.tensor.copy_(stored[weight.source])
             self.assign(weight, weight.tensor)  # modules that have a placeholder for it use the tensor, too
             return
-        for value in {id(each.value): each.value for each in weight.hooked}.values():
-            value.copy_(stored[weight.source])
+        copied: set[int] = set()  # ids, since hooks of tied weights share one value and tensors compare by content
+        for each in weight.hooked:
+            if id(each.value) not in copied:
+                each.value.copy_(stored[weight.source])
+                copied.add(id(each.value))
         for each in weight.hooked:
             each.hook.forget()
 
@@ -277,8 +295,17 @@ class WeightPlaces:
             each.hook.replace(each.module, each.name, value, span)
 
 
+def _current_device(weight: Weight) -> torch.device | None:
+    """Return the device of a weight that no map covers, or None if a hook loads it from the disk."""
+    if weight.hooked:
+        return None if weight.is_hooked_on_disk else weight.hooked[0].value.device
+    return _CPU if weight.tensor.is_meta else weight.tensor.device
+
+
 def _first(names: list[str], show: Callable[[str], str] = str) -> str:
-    return ", ".join(map(show, names[:_SHOWN])) + (" …" if len(names) > _SHOWN else "")
+    """Return the first names as text, with an ellipsis if there are more."""
+    text = ", ".join(show(name) for name in names[:_SHOWN])
+    return f"{text} …" if len(names) > _SHOWN else text
 
 
 def _in_files(
@@ -321,10 +348,14 @@ def _write_once(
 
 def _origin(checkpoint: Path) -> str:
     """Identify the content of a checkpoint by the names, sizes and times of its files."""
-    files = [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.iterdir() if path.is_file())
-    stats = [(path.name, path.stat()) for path in files]
-    facts = " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
-    return f"{checkpoint.resolve()} {facts}"
+    files = [checkpoint]
+    if not checkpoint.is_file():
+        files = sorted(path for path in checkpoint.iterdir() if path.is_file())
+    facts = [str(checkpoint.resolve())]
+    for path in files:
+        status = path.stat()
+        facts.append(f"{path.name}:{status.st_size}:{status.st_mtime_ns}")
+    return " ".join(facts)
 
 
 def _write(tensors: list[tuple[list[str], torch.Tensor]], folder: PathLike | None, weights: StoredWeights) -> None:
