@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -123,16 +123,19 @@ def _split_points(
 ) -> list[str]:
     if isinstance(asked, str) and asked != "auto":
         raise ConfigurationError(f"split_points={asked!r}, expected 'auto' or a list of names of modules.")
-    names_given = list(asked) if isinstance(asked, (list, tuple)) else None
-    points = _even_points(model, no_split_module_classes, world) if names_given is None else names_given
+    names_given = isinstance(asked, (list, tuple))
+    if isinstance(asked, (list, tuple)):
+        points = list(asked)
+    else:
+        points = _even_points(model, no_split_module_classes, world)
     names = [name for name, _ in model.named_modules()]
     for point in points:
         if point not in names or not point:
             raise ConfigurationError(f"split_points: the model has no module {point!r}.{nearest(point, names)}")
     if len(points) != world - 1:
+        advice = f"Pass {world - 1} names." if names_given else "The model is too small: use fewer processes."
         raise ConfigurationError(
-            f"{len(points)} split points make {len(points) + 1} stages for {world} processes. "
-            + ("The model is too small: use fewer processes." if names_given is None else f"Pass {world - 1} names.")
+            f"{len(points)} split points make {len(points) + 1} stages for {world} processes. {advice}"
         )
     return points
 
@@ -195,12 +198,17 @@ class _Pipeline:
         num_chunks = math.ceil(size / self.chunk_size)
         inputs: list[Any] = []
         if self.rank == 0:
-            leaves = self._leaves_like_example(args, kwargs)
-            inputs = [_resized(leaf, num_chunks * self.chunk_size) for leaf in leaves]
-        chunks = [self.stage.run([_chunk(leaf, i, num_chunks) for leaf in inputs]) for i in range(num_chunks)]
+            given = self._leaves_like_example(args, kwargs)
+            inputs = [_resized(leaf, num_chunks * self.chunk_size) for leaf in given]
+        chunks = []  # the leaves of the result of each chunk; empty except on the last rank
+        for index in range(num_chunks):
+            chunk_inputs = [_chunk(leaf, index, num_chunks) for leaf in inputs]
+            chunks.append(self.stage.run(chunk_inputs))
         self.stage.finish()
         has_result = self.rank == self.world - 1
-        leaves = [self._concatenated(parts, size) for parts in zip(*chunks, strict=True)] if has_result else []
+        leaves: list[Any] = []
+        if has_result:
+            leaves = [self._concatenated(parts, size) for parts in zip(*chunks, strict=True)]
         if self.gather_output:
             leaves = self._broadcast_result(leaves)
         return self._unflatten(leaves) if has_result or self.gather_output else None
@@ -209,7 +217,8 @@ class _Pipeline:
         """Concatenate one leaf of the chunks' results, without the padding."""
         if not isinstance(parts[0], torch.Tensor):
             return parts[0]
-        return torch.cat(list(parts))[: size * (len(parts[0]) // self.chunk_size)]
+        rows_per_sample = len(parts[0]) // self.chunk_size  # 2 if the model returns two rows for each sample
+        return torch.cat(list(parts))[: size * rows_per_sample]
 
     def _leaves_like_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of nested arguments. Raise if more than the batch size differs from the example."""
@@ -224,7 +233,9 @@ class _Pipeline:
         except ValueError as error:
             raise ConfigurationError(f"the arguments have another structure than the example's: {error}") from error
         for value, like in zip(found, wanted, strict=True):
-            if (got := _signature(value)) != (expected := _signature(like)):
+            got = _signature(value)
+            expected = _signature(like)
+            if got != expected:
                 raise ConfigurationError(
                     f"called with {got} where the example had {expected}. The pipeline was traced with the example; "
                     "only the batch size may differ. Prepare another copy of the model for other arguments."
@@ -255,17 +266,20 @@ class _Pipeline:
     def _broadcast_result(self, leaves: list[Any]) -> list[Any]:
         """Send a result from the last process to all. Collective."""
         last = self.world - 1
-        headers: list[Any] = [[_header(leaf) for leaf in leaves]]
-        dist.broadcast_object_list(headers, src=last, device=self.device)
-        found: list[Any] = []
-        for i, (is_tensor, *content) in enumerate(headers[0]):
-            if is_tensor:
-                shape, dtype = content
-                at_last = self.rank == last
-                content = [leaves[i].contiguous() if at_last else torch.empty(shape, dtype=dtype, device=self.device)]
-                dist.broadcast(content[0], src=last)
-            found.append(content[0])
-        return found
+        sent: list[Any] = [[_header(leaf) for leaf in leaves]]
+        dist.broadcast_object_list(sent, src=last, device=self.device)
+        received: list[Any] = []
+        for index, header in enumerate(sent[0]):
+            if not isinstance(header, _TensorHeader):
+                received.append(header)
+                continue
+            if self.rank == last:
+                tensor = leaves[index].contiguous()
+            else:
+                tensor = torch.empty(header.shape, dtype=header.dtype, device=self.device)
+            dist.broadcast(tensor, src=last)
+            received.append(tensor)
+        return received
 
     def _unflatten(self, leaves: list[Any]) -> Any:
         """Return the leaves of a result in the structure that the model returns."""
@@ -274,9 +288,18 @@ class _Pipeline:
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
-def _header(leaf: object) -> tuple[Any, ...]:
-    """Return a tensor's shape and dtype, which other processes need to receive it. Return other leaves unchanged."""
-    return (True, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (False, leaf)
+class _TensorHeader(NamedTuple):
+    """What a process must know to receive a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _header(leaf: object) -> object:
+    """Return the header of a tensor. Return other leaves unchanged."""
+    if isinstance(leaf, torch.Tensor):
+        return _TensorHeader(tuple(leaf.shape), leaf.dtype)
+    return leaf
 
 
 def _signature(value: object) -> str:
@@ -324,7 +347,7 @@ class _Stage:
         self.here = [node for node in nodes[begin:end] if node.op == "call_function"]
         self.receives = _needed_after(nodes, begin - 1)
         self.sends = _needed_after(nodes, end - 1)
-        self._received: list[Any] | None = None  # shape and dtype of each received tensor, after the first chunk
+        self._received: list[_TensorHeader] | None = None  # of each received tensor, after the first chunk
         self._sent_headers = False
         self._pending: list[Any] = []
 
@@ -354,14 +377,14 @@ class _Stage:
             headers: list[Any] = [None]
             dist.recv_object_list(headers, src=self.rank - 1, device=self.device)
             self._received = headers[0]
-        buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._received]
+        buffers = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in self._received]
         for buffer in buffers:
             dist.recv(buffer, src=self.rank - 1)
         return dict(zip(self.receives, buffers, strict=True))
 
     def _send(self, values: list[torch.Tensor]) -> None:
         if not self._sent_headers:
-            headers = [[(tuple(value.shape), value.dtype) for value in values]]
+            headers = [[_header(value) for value in values]]
             dist.send_object_list(headers, dst=self.rank + 1, device=self.device)
             self._sent_headers = True
         for value in values:
@@ -378,10 +401,12 @@ def _needed_after(nodes: list[torch.fx.Node], last: int) -> list[torch.fx.Node]:
 @contextlib.contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Disable the KV cache of a transformers model, because stages can send only tensors."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
-    for config in caching:
-        config.use_cache = False
+    caching: list[Any] = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):  # False for later modules with the same config
+            caching.append(config)
+            config.use_cache = False
     try:
         yield
     finally:

@@ -133,7 +133,8 @@ class AlignDevicesHook(ModelHook):
         if self.tensor_names is not None:
             tensors = [entry for entry in tensors if entry[0] in self.tensor_names]
         if device is None:
-            device = self.execution_device = next((t.device for _, t, _ in tensors if not t.is_meta), _CPU)
+            device = next((tensor.device for _, tensor, _ in tensors if not tensor.is_meta), _CPU)
+            self.execution_device = device
         if self.offload:
             self._offload(module, tensors)
         offloaded = {slot.name for slot in self._slots}
@@ -143,11 +144,14 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _offload(self, module: nn.Module, tensors: list[tuple[str, torch.Tensor, bool]]) -> None:
-        kept = [(name, t, b) for name, t, b in tensors if not b or self._is_offloaded_buffer(module, name)]
+        offloaded = []
+        for name, tensor, is_buffer in tensors:
+            if not is_buffer or self._is_offloaded_buffer(module, name):
+                offloaded.append((name, tensor, is_buffer))
         if self.weights_map is None:
-            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor, _ in kept}
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor, _ in offloaded}
         with without_guard():
-            self._slots = [self._slot(name, tensor, is_buffer) for name, tensor, is_buffer in kept]
+            self._slots = [self._slot(*entry) for entry in offloaded]
         self._locate_weights()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
@@ -206,7 +210,10 @@ class AlignDevicesHook(ModelHook):
         """
         weights = StoredWeights()
         for known, _, former, former_span in self.offloaded(module):
-            weights.add(known, *((value, span) if known == name else (former, former_span)))
+            if known == name:
+                weights.add(name, value, span)
+            else:
+                weights.add(known, former, former_span)
         self.weights_map = weights
         self._slots = [slot.replaced(module) if slot.name == name else slot for slot in self._slots]
         self._spans = {}
@@ -256,8 +263,10 @@ class AlignDevicesHook(ModelHook):
 
     def _fetch(self, device: torch.device) -> Fetched:
         assert self.weights_map is not None
-        dtypes = {slot.name: slot.placeholder.dtype for slot in self._slots}
-        weights = [(name, self.weights_map[name], dtype, self._spans.get(name)) for name, dtype in dtypes.items()]
+        weights = []
+        for slot in self._slots:
+            value = self.weights_map[slot.name]
+            weights.append((slot.name, value, slot.placeholder.dtype, self._spans.get(slot.name)))
         copies = (self.prefetcher or _NO_PREFETCH).copies_to(device)
         if not copies.is_async:
             load_spans(self._spans.values())
@@ -272,8 +281,10 @@ class AlignDevicesHook(ModelHook):
             self.load(module)
         if self.execution_device is None:
             return args, kwargs
-        moved = move_inputs(args, self.execution_device, self.skip_keys)
-        return moved, move_inputs(kwargs, self.execution_device, self.skip_keys) if kwargs else kwargs
+        args = move_inputs(args, self.execution_device, self.skip_keys)
+        if kwargs:
+            kwargs = move_inputs(kwargs, self.execution_device, self.skip_keys)
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Unload the weights, and move the output to the device of the input."""
@@ -309,14 +320,21 @@ class AlignDevicesHook(ModelHook):
             for table, leaf, _, weight in self._ready:
                 table[leaf] = weight
             return
-        target, for_user = (self.execution_device, False) if device is None else (device, True)
+        for_user = device is not None
+        target = self.execution_device if device is None else device
         assert target is not None
+        offloaded: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
+        assigned: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
         with without_guard():
-            tables = [(slot, slot.table(module)) for slot in self._slots]
-            shown = [(slot, table, tensor) for slot, table in tables if (tensor := table.get(slot.leaf)) is not None]
-            offloaded = [entry for entry in shown if entry[2].is_meta]
+            for slot in self._slots:
+                table = slot.table(module)
+                tensor = table.get(slot.leaf)
+                if tensor is not None:
+                    (offloaded if tensor.is_meta else assigned).append((slot, table, tensor))
         is_on_host = target == _CPU and not for_user
-        is_lasting = is_on_host and len(offloaded) == len(self._slots) and not any(slot.path for slot in self._slots)
+        # Whether the next forward can use the same tensors: views of files and of host memory of this module alone.
+        has_all = len(offloaded) == len(self._slots)
+        is_lasting = is_on_host and has_all and not any(slot.path for slot in self._slots)
         if offloaded:
             records = is_on_host or torch.is_grad_enabled()
             # Outside of inference mode, even if the forward runs in it: lasting tensors are used in later calls.
@@ -327,10 +345,10 @@ class AlignDevicesHook(ModelHook):
                     self._present.append((table, slot.leaf, placeholder, weight))
                     is_lasting = is_lasting and self._is_lasting(slot, weight)
         self._ready = self._present[:] if is_lasting else []
-        for slot, table, tensor in shown:
+        for slot, table, tensor in assigned:
             # Values that the user has put into the module, for example by functional_call. A move is recorded for the
             # backward.
-            if not tensor.is_meta and tensor.device != target:
+            if tensor.device != target:
                 self._present.append((table, slot.leaf, tensor, tensor.to(target)))
         for table, leaf, _, loaded in self._present:
             table[leaf] = loaded
@@ -365,8 +383,10 @@ class AlignDevicesHook(ModelHook):
     def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
         """Return whether the next forward can use a loaded weight again: it is a view of memory that is not freed."""
         assert self.weights_map is not None
-        known = (slot.name in self._spans or slot.former is not None) and (weight is slot.former or not slot.is_shared)
-        return known and weight.data_ptr() == self.weights_map[slot.name].data_ptr()
+        memory_stays = slot.name in self._spans or slot.former is not None
+        if not memory_stays or (slot.is_shared and weight is not slot.former):
+            return False
+        return weight.data_ptr() == self.weights_map[slot.name].data_ptr()
 
     def unload(self) -> None:
         """Record the end of a use that began with `load`. The end of the last use unloads the weights."""
@@ -416,11 +436,12 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 def note_shared(model: nn.Module) -> None:
     """Record in a model's hooks which offloaded weights are also in modules that are not offloaded."""
-    tables = [module._parameters for module in model.modules()]
+    present: set[int] = set()
     with without_guard():
-        present = {
-            id(tensor) for table in tables for tensor in table.values() if tensor is not None and not tensor.is_meta
-        }
+        for module in model.modules():
+            for tensor in module._parameters.values():
+                if tensor is not None and not tensor.is_meta:
+                    present.add(id(tensor))
     for module in model.modules():
         for hook in offloading_hooks(module):
             hook.note_shared(present)

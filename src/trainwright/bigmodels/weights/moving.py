@@ -22,8 +22,10 @@ def to_device(device: Device) -> torch.device:
 
     A device type without an index gets the index of the current device. The machine need not have the device.
     """
+    if isinstance(device, str) and device.isdecimal():
+        device = int(device)
     try:
-        found = torch.device(int(device) if isinstance(device, str) and device.isdecimal() else device)
+        found = torch.device(device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"device {device!r} is not known: {reason}") from error
@@ -40,8 +42,9 @@ def checked_device(device: Device) -> torch.device:
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # depends on the backend
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        here = "no accelerator" if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}"
+        here = "no accelerator"
+        if torch.accelerator.is_available():
+            here = f"{torch.accelerator.device_count()} × {default_device().type}"
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"device {device!r} is not on this machine, which has {here}: {reason}") from error
     return found

@@ -90,18 +90,19 @@ class Slot:
         record the use, and the gradient is discarded. It is kept with `for_user`, for a use outside of a forward.
         """
         former = self.former
-        if (
-            former is not None
-            and former.device == value.device
-            and former.dtype == shown.dtype
-            and former.requires_grad == shown.requires_grad
-            and (self.is_shared or not former.requires_grad)
-        ):
+        if former is not None and self._can_return(former, shown, value.device):
             return former
         weight = like(shown, value.to(shown.dtype))
-        if records and not for_user and weight.requires_grad and weight.is_leaf and not weight.is_inference():
+        discards_gradient = records and not for_user and weight.requires_grad
+        if discards_gradient and weight.is_leaf and not weight.is_inference():  # torch has no such hook on others
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         return weight
+
+    def _can_return(self, former: torch.Tensor, shown: torch.Tensor, device: torch.device) -> bool:
+        """Return whether the original tensor is like the weight, and its gradients need not be discarded."""
+        if former.device != device or former.dtype != shown.dtype or former.requires_grad != shown.requires_grad:
+            return False
+        return self.is_shared or not former.requires_grad
 
     def restore(self, module: nn.Module, stored: torch.Tensor, *, copies: bool = True) -> None:
         """Put the tensor back into the module, unless a user has assigned a value.
@@ -120,8 +121,12 @@ class Slot:
         if copies and self.replaced_weight.device == _META:
             self._restore_empty(table, shown)
             return
-        value = _copied_as(shown, stored, self.replaced_weight.device) if copies else stored.detach().to(shown.dtype)
-        original = table[self.leaf] = restored(self.placeholder, value, shown)
+        if copies:
+            value = _copied_as(shown, stored, self.replaced_weight.device)
+        else:
+            value = stored.detach().to(shown.dtype)
+        original = restored(self.placeholder, value, shown)
+        table[self.leaf] = original
         self.replaced_weight.keep(original)
 
     def _restore_empty(self, table: dict[str, Any], shown: torch.Tensor) -> None:
@@ -176,7 +181,7 @@ def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
 
 def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Replace a parameter or buffer. Avoids `setattr`, which searches all tables of the module."""
-    owner, leaf = (module, name) if "." not in name else owner_of(module, name)
+    owner, leaf = owner_of(module, name)
     if leaf in owner._parameters:
         owner._parameters[leaf] = value  # type: ignore[assignment]  # a Parameter, made by `like`
     else:
@@ -203,5 +208,7 @@ def move_tensor(module: nn.Module, name: str, tensor: torch.Tensor, device: torc
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the submodule that contains the tensor `name`, and the tensor's name in it."""
+    if "." not in name:  # most tensors
+        return module, name
     path, _, leaf = name.rpartition(".")
-    return (module.get_submodule(path) if path else module), leaf
+    return module.get_submodule(path), leaf

@@ -44,7 +44,8 @@ def offload_weight(
     """
     partial, target = _write_beside(weight, weight_name, Path(offload_folder))
     os.replace(partial, target)  # existing mappings keep the former file
-    index = {} if index is None else index
+    if index is None:
+        index = {}
     index[weight_name] = _entry(weight)
     return index
 
@@ -55,7 +56,8 @@ def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, 
         raise CheckpointError(f"{name!r} is on the meta device: it has no values to write. Load them first.")
     target = folder / (check_relative(name, "the model") + _SUFFIX)
     try:
-        return _write_bytes(target, memoryview(host_bytes(weight)) if weight.numel() else b""), target
+        content = memoryview(host_bytes(weight)) if weight.numel() else b""
+        return _write_bytes(target, content), target
     except OSError as error:
         raise CheckpointError(
             f"{name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
@@ -149,7 +151,9 @@ def offload_state_dict(
         folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in state_dict.items():
             written.append(_write_beside(tensor, name, folder))
-            index[name] = _entry(tensor) if origin is None else _entry(tensor) | {"origin": origin}
+            index[name] = _entry(tensor)
+            if origin is not None:
+                index[name]["origin"] = origin
         written.append(_write_index_beside(index, folder))
         for partial, target in written:  # the index, which names the others, last
             os.replace(partial, target)
@@ -251,10 +255,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         Raises:
             KeyError: The name is not in the index.
         """
-        found = self._mapped.get(name)
-        if found is None:
-            found = self._mapped[name] = self._map(name, self.index[name])
-        return found
+        if name not in self._mapped:
+            self._mapped[name] = self._map(name, self.index[name])
+        return self._mapped[name]
 
     def _map(self, name: str, entry: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
         file = entry.get("safetensors_file")
@@ -266,15 +269,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return _mapped(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
         stored = self._files.get(file)
         if stored is None:
-            stored = self._files[file] = StoredWeights()
+            stored = StoredWeights()
             stored.add_safetensors(Path(file))
+            self._files[file] = stored
         inner = entry.get("weight_name", name)
         if inner not in stored:
             raise CheckpointError(f"{file} lacks {inner!r}, which the index lists. Copy the file again.")
         tensor = stored[inner]
         span = stored.locate(inner)
         dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
-        return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)
+        if dtype != tensor.dtype:
+            return tensor.to(dtype), None  # a copy in memory
+        return tensor, span
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
