@@ -62,15 +62,16 @@ class Recomputed:
             replace_module(task, module, wrapper)
             self._wrapped.append((module, wrapper))
         if self._wrapped:
-            self._hooks = [m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in _caching(task)]
-        around = {id(module): wrapper for module, wrapper in self._wrapped}
-        return [around.get(id(unit), unit) for unit in units]
+            for model in _caching(task):
+                self._hooks.append(model.register_forward_pre_hook(_without_cache, with_kwargs=True))
+        wrappers = dict(self._wrapped)
+        return [wrappers.get(unit, unit) for unit in units]
 
     def _chosen(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
         choice = self._choice
         if not isinstance(choice, int):
             found = matching(task, choice, "activation_checkpointing")
-            return list({id(module): module for module in found}.values())  # a module may match several classes
+            return list(dict.fromkeys(found))  # a module may match several classes
         if len(units) < choice:
             each = "each unit" if choice is True else f"one in {choice} units"
             raise ConfigurationError(
@@ -94,19 +95,26 @@ class Recomputed:
 
 def _caching(task: nn.Module) -> list[nn.Module]:
     """Return the transformers models that fill a cache of keys and values unless `use_cache=False`."""
-    found = [m for m in task.modules() if getattr(getattr(m, "config", None), "use_cache", None) is not None]
-    return [m for m in found if "use_cache" in inspect.signature(m.forward).parameters]
+    found = []
+    for module in task.modules():
+        has_option = getattr(getattr(module, "config", None), "use_cache", None) is not None
+        if has_option and "use_cache" in inspect.signature(module.forward).parameters:
+            found.append(module)
+    return found
 
 
 def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass `use_cache=False` if a backward follows, because recomputed layers would append to the cache again."""
-    return args, {**kwargs, "use_cache": False} if torch.is_grad_enabled() else kwargs
+    if torch.is_grad_enabled():
+        kwargs = {**kwargs, "use_cache": False}
+    return args, kwargs
 
 
 def _operators(wanted: Collection[Any]) -> list[Any]:
     """Return the operator overloads for a list of names and objects."""
     found: list[Any] = []
-    for entry in [wanted] if isinstance(wanted, str) else wanted:
+    entries = [wanted] if isinstance(wanted, str) else wanted
+    for entry in entries:
         operator = _named_operator(entry) if isinstance(entry, str) else entry
         if isinstance(operator, torch._ops.OpOverloadPacket):
             names = operator.overloads()  # type: ignore[no-untyped-call]  # torch has no types here

@@ -55,14 +55,16 @@ class ShardedState(FullState):
     def model_state(self) -> dict[str, Any]:
         check_has_weights(self._task)
         convert = cache(lambda tensor: self._to_save(tensor).detach())  # tied weights stay one tensor in a checkpoint
-        found = self._task.state_dict(keep_vars=True)
-        return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
+        state = self._task.state_dict(keep_vars=True)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = convert(value)
+        return dict(state)
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        own = {plain_name(name): value for name, value in self._task.state_dict().items()}
-        missing, left_over = super().load_model_state(
-            {name: self.shard_like(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
-        )
+        current = {plain_name(name): value for name, value in self._task.state_dict().items()}
+        shards = {name: self.shard_like(value, current.get(plain_name(name))) for name, value in state.items()}
+        missing, left_over = super().load_model_state(shards, strict=strict)
         self._building.awaited.intersection_update(missing)
         return missing, left_over
 
@@ -79,16 +81,16 @@ class ShardedState(FullState):
         return [map_tensors(self._to_save, state) for state in states]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
-        shards = {}
+        parameters = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
+        shards: dict[str, dict[str, Any]] = {}
         for name, values in state.get("state", {}).items():
-            like = own.get(plain_name(name))
-            shards[name] = {
-                key: shard_quantized(value, like, self.shard_like)
-                if like is not None and is_flat(value)
-                else self.shard_like(value, like)
-                for key, value in values.items()
-            }
+            parameter = parameters.get(plain_name(name))
+            shards[name] = {}
+            for key, value in values.items():
+                if parameter is not None and is_flat(value):
+                    shards[name][key] = shard_quantized(value, parameter, self.shard_like)
+                else:
+                    shards[name][key] = self.shard_like(value, parameter)
         self._check_sharded(
             optimizer,
             shards,
@@ -100,10 +102,13 @@ class ShardedState(FullState):
 
     def _check_sharded(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]], problem: str) -> None:
         """Check that the states of sharded parameters are sharded. Only scalars may be unsharded."""
-        own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
+        parameters = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
         for name, values in states.items():
-            for key, value in values.items() if isinstance(own.get(plain_name(name)), DTensor) else ():
-                if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
+            if not isinstance(parameters.get(plain_name(name)), DTensor):
+                continue
+            for key, value in values.items():
+                is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+                if is_full and value.dim() > 0:
                     kept = f"{key!r} of shape {tuple(value.shape)}"
                     raise CheckpointError(f"{type(optimizer).__name__} keeps {kept} for {name!r}, {problem}")
 
@@ -136,5 +141,8 @@ def restore_foreach(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
 
 
 def _is_mixed(group: Mapping[str, Any]) -> bool:
-    here = [p for p in group["params"] if not p.is_meta]  # parameters of other pipeline stages are on `meta`
-    return len({p.device_mesh if isinstance(p, DTensor) else None for p in here}) > 1
+    meshes = set()
+    for parameter in group["params"]:
+        if not parameter.is_meta:  # those of other pipeline stages are
+            meshes.add(parameter.device_mesh if isinstance(parameter, DTensor) else None)
+    return len(meshes) > 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -76,6 +77,7 @@ class SplitLayers:
         self._task = task
         self._mesh = mesh
         self._styles: dict[int, list[ParallelStyle]] = {}
+        # Each with its attributes before the split, and the hooks that the split added.
         self._split_modules: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
         modules = dict(task.named_modules())
         for pattern, wanted in plan.items():
@@ -87,8 +89,13 @@ class SplitLayers:
             for style in self._styles.get(id(module), ()):
                 _check_width(name, module, style, mesh.size())
         inside = set((task if root is None else root).modules())
-        self._ties = [[place for place in places if place[0] in inside] for places in _ties(task)]
-        self.splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
+        self._ties: list[list[_Use]] = []
+        for uses in _ties(task):
+            self._ties.append([use for use in uses if use.module in inside])
+        self.splits_loss = False
+        for styles in self._styles.values():
+            if any(_leaves_split(style) for style in styles):
+                self.splits_loss = True
 
     def split(self, part: nn.Module) -> None:
         """Split those layers in a module that have not been split yet. Not collective.
@@ -99,14 +106,14 @@ class SplitLayers:
             styles = self._styles.pop(id(module), None)
             if styles is None:
                 continue
-            before = hook_keys(module)
-            plain = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-            trained = {key: p.requires_grad for key, p in module.named_parameters(recurse=False)}
+            former_hooks = hook_keys(module)
+            attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+            is_trained = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
             for style in styles:
                 parallelize_module(module, self._mesh, style, src_data_rank=None)
-            for key, wanted in trained.items():  # torch 2.13's SequenceParallel sets requires_grad=True
-                module.get_parameter(key).requires_grad_(wanted)
-            self._split_modules.append((module, plain, hook_keys(module) - before))
+            for name, requires_grad in is_trained.items():  # torch 2.13's SequenceParallel sets requires_grad=True
+                module.get_parameter(name).requires_grad_(requires_grad)
+            self._split_modules.append((module, attributes, hook_keys(module) - former_hooks))
             _own_memory(module)
         self._tie_again()
 
@@ -123,7 +130,8 @@ class SplitLayers:
         for module in self._task.modules():
             for style in self._styles.pop(id(module), ()):
                 if isinstance(style, DivideAttributes):
-                    vars(module).update({name: getattr(module, name) // self._mesh.size() for name in style.names})
+                    for name in style.names:
+                        vars(module)[name] = getattr(module, name) // self._mesh.size()
                 if isinstance(style, SplitParameters):
                     for name in style.names:
                         narrow(module, name, 0)
@@ -131,40 +139,53 @@ class SplitLayers:
                 if dims is None:
                     continue
                 narrow(module, "weight", dims[0])
-                if getattr(module, "bias", None) is not None and isinstance(style, (FusedColwise, ColwiseParallel)):
+                splits_output = isinstance(style, (FusedColwise, ColwiseParallel))
+                if splits_output and getattr(module, "bias", None) is not None:
                     narrow(module, "bias", 0)
                 if is_conv1d(module):
                     vars(module)["nf"] = module.get_parameter("weight").shape[1]
 
     def undo(self) -> None:
         """Remove hooks and attributes. Parameters remain shards. Not collective."""
-        for module, plain, hooks in reversed(self._split_modules):
-            for name in [name for name in vars(module) if not name.startswith("_") and name not in plain]:
-                del vars(module)[name]
-            vars(module).update(plain)
+        for module, attributes, hooks in reversed(self._split_modules):
+            for name in list(vars(module)):
+                if not name.startswith("_") and name not in attributes:
+                    del vars(module)[name]
+            vars(module).update(attributes)
             vars(module).pop("_distribute_module_applied", None)
             for table, key in hooks:
                 vars(module)[table].pop(key, None)
         self._split_modules = []
 
     def _tie_again(self) -> None:
-        for places in self._ties:
-            found: list[Any] = [module._parameters[key] for module, key, _ in places]
-            shards = [parameter for parameter in found if isinstance(parameter, DTensor)]
-            if not shards or all(parameter is found[0] for parameter in found):
+        """Make tied weights one parameter again. A split has replaced the parameter in each module by another shard."""
+        for uses in self._ties:
+            parameters: list[Any] = [use.module._parameters[use.name] for use in uses]
+            shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+            if not shards or all(parameter is parameters[0] for parameter in parameters):
                 continue
-            if len(shards) < len(found) or any(shard.placements != shards[0].placements for shard in shards):
+            is_split_alike = all(shard.placements == shards[0].placements for shard in shards)
+            if len(shards) < len(parameters) or not is_split_alike:
                 raise ConfigurationError(
-                    f"{' and '.join(name for *_, name in places)} are one tied weight, which the tensor-parallel plan "
-                    "splits in different ways. Split all of them or none. For example, use 'embedding' for the "
+                    f"{' and '.join(use.full_name for use in uses)} are one tied weight, which the tensor-parallel "
+                    "plan splits in different ways. Split all of them or none. For example, use 'embedding' for the "
                     "embedding and 'colwise_gathered' for the layer that computes logits."
                 )
-            for module, key, _ in places:
-                module._parameters[key] = found[0]
+            for use in uses:
+                use.module._parameters[use.name] = parameters[0]
+
+
+class _Use(NamedTuple):
+    """A module's use of a tied parameter."""
+
+    module: nn.Module
+    name: str  # in the module
+    full_name: str  # in the task
 
 
 def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
-    shape = [-(-size // ranks) if i == dim else size for i, size in enumerate(parameter.shape)]
+    shape = list(parameter.shape)
+    shape[dim] = math.ceil(shape[dim] / ranks)  # of rank 0, which has the most rows
     return nn.Parameter(torch.empty_like(parameter, memory_format=torch.contiguous_format).new_empty(shape))
 
 
@@ -174,12 +195,13 @@ def _leaves_split(style: ParallelStyle) -> bool:
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]:
-    parts = pattern.split(".")
-    found = [
-        module
-        for name, module in modules.items()
-        if len(own := name.split(".")) == len(parts) and all(map(fnmatchcase, own, parts))
-    ]
+    """Return the modules whose names match a pattern, part by part."""
+    patterns = pattern.split(".")
+    found = []
+    for name, module in modules.items():
+        parts = name.split(".")
+        if len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns)):
+            found.append(module)
     if not found:
         raise ConfigurationError(
             f"the tensor-parallel plan names {pattern!r}, which matches no module of the task."
@@ -259,29 +281,37 @@ def _split_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | No
 
     The dimension is -1 if the style cannot split the layer. The result is None for unknown styles.
     """
-    linear = isinstance(module, nn.Linear)
-    embedding = isinstance(module, nn.Embedding)
+    # Weights are (outputs, inputs) in a Linear, (inputs, outputs) in a Conv1D and (rows, width) in an Embedding.
+    if is_conv1d(module):
+        kind = "Conv1D"
+    elif isinstance(module, nn.Linear):
+        kind = "Linear"
+    elif isinstance(module, nn.Embedding):
+        kind = "Embedding"
+    else:
+        kind = "other"
     if isinstance(style, FusedColwise):
-        return (1 if is_conv1d(module) else 0 if linear else -1), style.blocks
+        return {"Conv1D": 1, "Linear": 0}.get(kind, -1), style.blocks
     if isinstance(style, Conv1DRowwise):
-        return (0 if is_conv1d(module) else -1), 1
+        return {"Conv1D": 0}.get(kind, -1), 1
     if isinstance(style, SplitEmbedding):
-        return (0 if embedding else -1), 1
+        return {"Embedding": 0}.get(kind, -1), 1
     if isinstance(style, ColwiseParallel):
-        return (0 if linear else 1 if embedding else -1), 1
+        return {"Linear": 0, "Embedding": 1}.get(kind, -1), 1
     if isinstance(style, RowwiseParallel):
-        return (1 if linear else 0 if embedding else -1), 1
+        return {"Linear": 1, "Embedding": 0}.get(kind, -1), 1
     return None
 
 
-def _ties(task: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
-    """Return all uses of each tied parameter: the module, the name in the module, and the name in the task."""
-    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    for name, module in task.named_modules():
-        for key, parameter in module._parameters.items():
+def _ties(task: nn.Module) -> list[list[_Use]]:
+    """Return all uses of each tied parameter."""
+    uses: dict[nn.Parameter, list[_Use]] = {}
+    for path, module in task.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, key, f"{name}.{key}" if name else key))
-    return [found for found in places.values() if len(found) > 1]
+                uses.setdefault(parameter, []).append(_Use(module, name, prefix + name))
+    return [found for found in uses.values() if len(found) > 1]
 
 
 def _own_memory(module: nn.Module) -> None:
