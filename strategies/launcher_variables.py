@@ -17,7 +17,9 @@ from trainwright.strategies.engine_tables import ENGINE_TABLES
 from trainwright.strategies.steps.option_table import DYNAMO, FP8
 
 _PREFIX = "ACCELERATE_"
-_PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
+_PRECISION = f"{_PREFIX}MIXED_PRECISION"
+_STEPS = f"{_PREFIX}GRADIENT_ACCUMULATION_STEPS"
+_CPU = f"{_PREFIX}USE_CPU"
 _EMPTY = ("", "0", "no", "none", "false", "default")
 # Variables without the prefix, which scripts and older libraries set.
 _UNPREFIXED = "MIXED_PRECISION"
@@ -90,7 +92,11 @@ def read_launched(argument: str | None) -> Launched:
     if not steps.isdecimal() or int(steps) < 1:
         raise ConfigurationError(f"{_STEPS}={steps!r}: expected an integer of at least 1.")
     cpu = found.pop(_CPU, "false").lower() not in _EMPTY
-    texts = [text for name, value in sorted(found.items()) if (text := _not_read(name, value))]
+    texts = []
+    for name, value in sorted(found.items()):
+        text = _not_read(name, value)
+        if text is not None:
+            texts.append(text)
     texts += _engine_options_not_read(argument)
     return Launched(None if precision == "no" else precision, int(steps), cpu, texts)
 
@@ -115,8 +121,9 @@ def _engine_options_not_read(argument: str | None) -> list[str]:
     for table in ENGINE_TABLES:
         names = []
         for prefix in table.prefixes:
-            names += [name for name, value in sorted(variables(prefix).items()) if value.strip()]
-        names = [name for name in names if name not in _ALWAYS_READ]
+            for name, value in sorted(variables(prefix).items()):
+                if value.strip() and name not in _ALWAYS_READ:
+                    names.append(name)
         switch = table.switch_variable
         if table.argument != argument and names and not read_variable(switch, as_flag):
             found.append(f"{', '.join(names)}: not used, because {switch} is not set.")
@@ -185,10 +192,16 @@ class TorchDynamoPlugin(KwargsHandler):
                 )
         if backend in (None, "no"):
             return None
-        options = {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": self.options}
-        found = {name: value for name, value in options.items() if value is not None}
-        found |= {"regional": True} if self.use_regional_compilation else {}
-        return {"backend": backend, **found, **({"disable": True} if self.disable else {})}
+        options = {"backend": backend}
+        for name in ("mode", "fullgraph", "dynamic", "options"):
+            value = getattr(self, name)
+            if value is not None:
+                options[name] = value
+        if self.use_regional_compilation:
+            options["regional"] = True
+        if self.disable:
+            options["disable"] = True
+        return options
 
 
 def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:

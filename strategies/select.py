@@ -90,33 +90,25 @@ def select(
     if not isinstance(num_nodes, int) or num_nodes < 1:
         raise ConfigurationError(f"num_nodes={num_nodes!r}: write a whole number of at least 1.")
     topology = detect(launcher)
-    if isinstance(strategy, Engine):  # the `trainer.strategy` of another Trainer
-        strategy = cast("Strategy", strategy.strategy)  # an engine declares only what it reads
-    if isinstance(strategy, str) and ":" in strategy:
-        strategy = make_strategy(strategy)
-    if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
-        STRATEGIES.get(strategy)  # raises an error with the most similar name
-    if strategy == "auto" and device_type(accelerator) == "xla":
-        strategy = "xla"
-    if isinstance(strategy, str) and strategy.startswith("xla"):
-        strategy = STRATEGIES.get(strategy)()
-    needed = strategy.runs_on if isinstance(strategy, Strategy) and accelerator == "auto" else None
-    kind = needed or device_type(accelerator)
+    strategy = _resolved(strategy, accelerator)
+    kind = device_type(accelerator)
+    if isinstance(strategy, Strategy) and accelerator == "auto" and strategy.runs_on is not None:
+        kind = strategy.runs_on
     launched = topology.launcher != "none"
     indices = _indices(devices, kind, topology if launched else None, strategy)
-    world = topology.world_size if launched else len(indices) * num_nodes
-    if launched and num_nodes > 1 and topology.num_nodes != num_nodes:
+    if num_nodes > 1 and launched and topology.num_nodes != num_nodes:
         raise ConfigurationError(
             f"num_nodes={num_nodes}, but the launcher started {topology.num_nodes} node(s): {topology}. "
             f"Remove num_nodes, or start {num_nodes} nodes."
         )
-    if not launched and num_nodes > 1 and not is_ray(launcher):
+    if num_nodes > 1 and not launched and not is_ray(launcher):
         raise ConfigurationError(
             f"num_nodes={num_nodes} needs a launcher on every node, but none was found ({topology}). Start the script "
             f"with `torchrun --nnodes {num_nodes} --nproc-per-node {len(indices)} …` or with srun."
         )
-    chosen = _chosen(strategy, world, sync_batchnorm=sync_batchnorm)
     nodes = topology.num_nodes if launched else num_nodes
+    world = topology.world_size if launched else len(indices) * num_nodes
+    chosen = _chosen(strategy, world, sync_batchnorm=sync_batchnorm)
     options, blocks = compile_options(compile)
     settings = EngineSettings(kind, indices, nodes, precision, options, accumulate_grad_batches, clip, blocks)
     chosen.check(settings)
@@ -125,17 +117,42 @@ def select(
             f"{type(chosen).__name__} runs one process, but the launcher started {topology.world_size} ({topology}). "
             "Use strategy='auto', or start one process."
         )
-    starts = not launched and (len(indices) > 1 or is_ray(launcher))
-    if not launched and not starts:
+    starts_processes = not launched and (len(indices) > 1 or is_ray(launcher))
+    if not launched and not starts_processes:
         topology = replace(topology, world_size=1)
-    return Selection(chosen, settings, topology, starts)
+    return Selection(chosen, settings, topology, starts_processes)
+
+
+def _resolved(strategy: str | Strategy, accelerator: str) -> str | Strategy:
+    """Return a strategy with options, or one that needs other devices than the default ones, as an object.
+
+    Names of other strategies, and `"auto"`, are returned unchanged: the number of processes is not known yet.
+    """
+    if isinstance(strategy, Engine):  # the `trainer.strategy` of another Trainer
+        return cast("Strategy", strategy.strategy)  # an engine declares only what it reads
+    if not isinstance(strategy, str):
+        return strategy
+    made: Strategy
+    if ":" in strategy:
+        made = make_strategy(strategy)
+        return made
+    if strategy not in ("auto", *STRATEGIES):
+        STRATEGIES.get(strategy)  # raises an error with the most similar name
+    if strategy == "auto" and device_type(accelerator) == "xla":
+        strategy = "xla"
+    if strategy.startswith("xla"):
+        made = STRATEGIES.get(strategy)()
+        return made
+    return strategy
 
 
 def _chosen(strategy: str | Strategy, world: int, *, sync_batchnorm: bool) -> Strategy:
     """Return the strategy for the Trainer's arguments."""
     chosen: Strategy
     if isinstance(strategy, str):
-        chosen = STRATEGIES.get(strategy if strategy != "auto" else "ddp" if world > 1 else "single")()
+        if strategy == "auto":
+            strategy = "ddp" if world > 1 else "single"
+        chosen = STRATEGIES.get(strategy)()
     else:
         check_owner(strategy)
         if not isinstance(strategy, Strategy):
@@ -220,45 +237,62 @@ def choose_engine(
     """
     num_processes = detect().world_size
     given = {name: _checked_plugins(name, value) for name, value in plugins.items() if value is not None}
-    combines = not given.keys().isdisjoint(("fsdp_plugin", "torch_tp_plugin"))
-    arrangement: Any = given.pop("parallelism_config", None) if combines else None
-    origins = [*given, *([f"strategy={strategy!r}"] if strategy != "auto" else [])]
+    # Beside the plugin of an engine, a ParallelismConfig only sets its mesh.
+    arrangement: Any = None
+    if "fsdp_plugin" in given or "torch_tp_plugin" in given:
+        arrangement = given.pop("parallelism_config", None)
+    arguments = list(given)
+    if strategy != "auto":
+        arguments.append(f"strategy={strategy!r}")
     options = [] if ddp is None else ["kwargs_handlers=[DistributedDataParallelKwargs(…)]"]
-    if len(origins) > 1 or (options and origins and not given):
-        raise ConfigurationError(f"{' and '.join(origins + options)} both select the engine. Pass one of them.")
-    said = {}
+    strategy_with_options = bool(options) and strategy != "auto"
+    if len(arguments) > 1 or strategy_with_options:
+        raise ConfigurationError(f"{' and '.join(arguments + options)} both select the engine. Pass one of them.")
+    variables = {}  # arguments → the environment variables that are set and stand for them
     for table in ENGINE_TABLES:
         if read_variable(table.switch_variable, as_flag):
-            said[table.argument] = table.switch_variable
-    overridden = [f"{said[name]}=true is overridden by {origin}." for origin in origins for name in said.keys() - given]
-    if not origins and not options and shared:
+            variables[table.argument] = table.switch_variable
+
+    overridden: list[str] = []
+    for argument in arguments:
+        for name in variables.keys() - given:
+            overridden.append(f"{variables[name]}=true is overridden by {argument}.")
+    if given and options and not is_active():  # transformers always passes DDP options
+        for name in given:
+            overridden.append(f"{options[0]} is not used: {name} selects the engine.")
+    if not arguments and not options and shared:
         given = {"deepspeed_plugin": dict(shared)}
-    elif not origins and said:
-        if len(said) == 2 and {"fsdp_plugin", "parallelism_config"} <= said.keys():
-            del said["parallelism_config"]
+    elif not arguments and variables:
+        if variables.keys() == {"fsdp_plugin", "parallelism_config"}:
+            del variables["parallelism_config"]
             arrangement = {_ONLY: PLUGINS.get("parallelism_config")()}
-        if len(said) > 1:
-            raise ConfigurationError(f"{' and '.join(said.values())} both select the engine. Unset one of them.")
-        given = {argument: {_ONLY: PLUGINS.get(argument)()} for argument in said}
-        overridden = [f"{origin} is not used: {name}=true." for origin in options for name in said.values()]
-    elif given and not is_active():  # transformers always passes DDP options
-        overridden += [f"{origin} is not used: {name} selects the engine." for origin in options for name in given]
-    argument, named = next(iter(given.items()), (None, {}))
-    for plugin in named.values():
-        overridden += plugin.overridden(str(argument))
+        if len(variables) > 1:
+            raise ConfigurationError(f"{' and '.join(variables.values())} both select the engine. Unset one of them.")
+        for name, variable in variables.items():
+            given = {name: {_ONLY: PLUGINS.get(name)()}}
+            if options:
+                overridden.append(f"{options[0]} is not used: {variable}=true.")
+
+    selecting: str | None = None
+    selected: dict[str, EnginePlugin] = {}
+    for selecting, selected in given.items():  # at most one
+        for plugin in selected.values():
+            overridden += plugin.overridden(selecting)
     if ddp is not None and not given and strategy == "auto" and num_processes > 1:
         strategy = STRATEGIES.get("ddp").from_kwargs(ddp)
-    strategies: list[str | Strategy] = [plugin.strategy(num_processes) for plugin in named.values()]
+    strategies: list[str | Strategy] = [plugin.strategy(num_processes) for plugin in selected.values()]
     config = None if arrangement is None else arrangement[_ONLY]
     if config is not None:
         strategies = [config.arranged(one, num_processes) for one in strategies]
-    return EngineChoice(strategies or [strategy], argument, named, overridden, config)
+    return EngineChoice(strategies or [strategy], selecting, selected, overridden, config)
 
 
 def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:
     """Return the plugins that an argument contains, by name."""
     kind = PLUGINS.get(argument)
-    named: dict[str, Any] = dict(value) if isinstance(value, dict) and value else {_ONLY: value}
+    named: dict[str, Any] = {_ONLY: value}
+    if isinstance(value, dict) and value:
+        named = dict(value)
     if len(named) > 1 and argument != "deepspeed_plugin":
         raise ConfigurationError(f"{argument} has {len(named)} plugins. Pass one: only DeepSpeed supports several.")
     for one in named.values():
@@ -311,7 +345,9 @@ def _indices(
     local = topology.local_world_size
     if devices == "auto" or devices == -1:
         found = device_indices("auto", kind)
-        return list(range(local)) if kind == "cpu" or len(found) < local else found[:local]
+        if kind == "cpu" or len(found) < local:  # a launcher may show each process only its own device
+            return list(range(local))
+        return found[:local]
     indices = device_indices(devices, kind)
     if len(indices) != local:
         raise ConfigurationError(

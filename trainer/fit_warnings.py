@@ -27,12 +27,17 @@ class FitWarnings:
 
     def stop_put_off(self, state: TrainState, limits: Limits, reason: str | None) -> None:
         """Warn that a stop request waits for `min_epochs` and `min_steps`."""
-        missing = [f"min_epochs={limits.min_epochs}"] if state.epoch < limits.min_epochs else []
-        missing += [f"min_steps={limits.min_steps}"] if state.step < limits.min_steps else []
+        missing = []
+        if state.epoch < limits.min_epochs:
+            missing.append(f"min_epochs={limits.min_epochs}")
+        if state.step < limits.min_steps:
+            missing.append(f"min_steps={limits.min_steps}")
+        cause = f" ({reason})" if reason else ""
+        verb = "is" if len(missing) == 1 else "are"
         self._give(
             "stop",
-            f"a stop was requested by epoch {state.epoch}, step {state.step}{f' ({reason})' if reason else ''}. "
-            f"Training continues until {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} reached.",
+            f"a stop was requested by epoch {state.epoch}, step {state.step}{cause}. Training continues until "
+            f"{' and '.join(missing)} {verb} reached.",
         )
 
     def nothing_trained(self, state: TrainState, task_name: str, *, epoch_is_over: bool) -> None:
@@ -54,15 +59,13 @@ class FitWarnings:
             step: completed optimizer steps.
             manual: the task uses manual optimization.
         """
-        name = next((name for name, value in values.items() if "loss" in name.lower() and not isfinite(value)), None)
-        if name is None:
-            return
-        how = (
-            "With manual optimization, check the loss in training_step before the optimizers step"
-            if manual
-            else "To check each step, set Trainer(on_nonfinite='raise'), or 'skip' or 'rollback'"
-        )
-        self._give("bad loss", f"{name} is {values[name]} at step {step}, so the weights may be corrupted. {how}.")
+        how = "To check each step, set Trainer(on_nonfinite='raise'), or 'skip' or 'rollback'"
+        if manual:
+            how = "With manual optimization, check the loss in training_step before the optimizers step"
+        for name, value in values.items():
+            if "loss" in name.lower() and not isfinite(value):
+                self._give("bad loss", f"{name} is {value} at step {step}, so the weights may be corrupted. {how}.")
+                return
 
     def _give(self, name: str, text: str) -> None:
         if name not in self._given and self._engine.is_main:

@@ -31,11 +31,13 @@ class ValidationSchedule:
     def __init__(self, interval: int | float | Duration, every_n_epoch: int | None, num_batches: int | None) -> None:
         self._every_n_epoch = every_n_epoch
         self._num_batches = num_batches
-        self._at_end = False
+        # The interval in one of these forms:
+        self._at_end = False  # of each epoch
         self._batches = 0
-        self._interval: Interval | None = None
         self._epochs: float | None = None
-        self._next_s = self._span_s = 0.0
+        self._interval: Interval | None = None  # in steps, samples or tokens
+        self._span_s = 0.0
+        self._next_s = 0.0  # the time at which the next validation is due
         self._clock: AgreedClock | None = None
         self._run: Run | None = None
         if isinstance(interval, Duration):
@@ -195,15 +197,23 @@ class EndOfFit:
         """Return a message that names the reached limits, including this rank's clock; empty if there are none."""
         if num_batches == 0:
             return "limit_train_batches=0"
-        bounds = [f"max_epochs={self._limits.max_epochs}"] if state.epoch >= self._max_epochs else []
-        bounds += [f"max_steps={self._limits.max_steps}"] if state.step >= self._max_steps else []
-        bounds += [f"the limit of {limit}" for limit in (*self._counted, *self._timed) if limit.reached(state)]
-        return f"{' and '.join(bounds)} is reached at epoch {state.epoch}, step {state.step}" if bounds else ""
+        reached = []
+        if state.epoch >= self._max_epochs:
+            reached.append(f"max_epochs={self._limits.max_epochs}")
+        if state.step >= self._max_steps:
+            reached.append(f"max_steps={self._limits.max_steps}")
+        for limit in (*self._counted, *self._timed):
+            if limit.reached(state):
+                reached.append(f"the limit of {limit}")
+        if not reached:
+            return ""
+        return f"{' and '.join(reached)} is reached at epoch {state.epoch}, step {state.step}"
 
     def stop_request(self, state: TrainState, requested: Stop) -> Stop:
         """Return this rank's stop request: `requested`, or `WITHIN_EPOCH` if its time limit is reached."""
-        out_of_time = bool(self._timed) and any(limit.reached(state) for limit in self._timed)
-        return max(requested, Stop.WITHIN_EPOCH) if out_of_time else requested
+        if any(limit.reached(state) for limit in self._timed):
+            return max(requested, Stop.WITHIN_EPOCH)
+        return requested
 
     def may_stop_early(self, state: TrainState) -> bool:
         """Return whether `min_epochs` and `min_steps` are reached."""

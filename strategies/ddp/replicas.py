@@ -41,7 +41,11 @@ def _stored_tensors(tensor: Any) -> list[torch.Tensor]:
     """Return the inner tensors of a quantized torchao tensor, or a list with the tensor itself."""
     if not type(tensor).__module__.startswith("torchao."):
         return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in _stored_tensors(getattr(tensor, name))]
+    names, _ = tensor.__tensor_flatten__()
+    stored = []
+    for name in names:
+        stored += _stored_tensors(getattr(tensor, name))
+    return stored
 
 
 @torch.no_grad()
@@ -65,13 +69,19 @@ class FlatGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], weight: float) -> None:
         self._parameters = parameters
-        self._grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=parameters[0].dtype)
+        self._grads: list[torch.Tensor] = []
+        has_grad: list[float] = []
+        for parameter in parameters:
+            grad = parameter.grad
+            has_grad.append(0.0 if grad is None else 1.0)
+            self._grads.append(torch.zeros_like(parameter) if grad is None else grad)
         self._parts = [local_part(grad) for grad in self._grads]
-        grads = [part.reshape(-1) for part in self._parts]
-        self.values = torch.cat(
-            [*(grads if weight == 1 else (weight * g for g in grads)), has_grad.to(grads[0].device)]
-        )
+        flat = [part.reshape(-1) for part in self._parts]
+        if weight != 1:
+            flat = [weight * values for values in flat]
+        # The flags are summed in the same all-reduce: above 0 if any replica has a gradient of the parameter.
+        flags = torch.tensor(has_grad, dtype=parameters[0].dtype).to(flat[0].device)
+        self.values = torch.cat([*flat, flags])
 
     def write_mean(self, total_weight: float) -> None:
         """Divide the summed `values` by `total_weight`, and write the means to the parameters' gradients.
@@ -79,11 +89,11 @@ class FlatGradients:
         A parameter without a gradient on any replica keeps none.
         """
         num = len(self._parameters)
-        used = self.values[-num:].tolist()
+        num_replicas_with_grad = self.values[-num:].tolist()
         means = _unflatten_dense_tensors(self.values[:-num] / total_weight, self._parts)  # type: ignore[no-untyped-call]  # torch has no types here
-        gradients = zip(self._parameters, self._grads, self._parts, means, used, strict=True)
-        for parameter, grad, part, mean, anywhere in gradients:
-            if anywhere > 0:
+        gradients = zip(self._parameters, self._grads, self._parts, means, num_replicas_with_grad, strict=True)
+        for parameter, grad, part, mean, count in gradients:
+            if count > 0:
                 part.copy_(mean)
                 parameter.grad = grad
 
@@ -124,19 +134,29 @@ def unused_parameters(error: BaseException, model: nn.Module) -> TaskError | Non
     text = str(error)
     if not isinstance(error, RuntimeError) or not text.startswith(_MARK):
         return None
-    found = _INDICES.search(text)
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    places = [int(index) for index in found[1].split()] if found is not None else []
-    names = [trained[place] for place in places if place < len(trained)]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    what = f": {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
-    option = (
-        "DDPStrategy(find_unused_parameters=True) or strategy='ddp_find_unused_parameters_true'"
-        if isinstance(model, TaskModule)
-        else "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
-    )
+    names = _names_of_indices(text, model)
+    what = f": {', '.join(names[:_MOST_NAMES])}" if names else ""
+    if len(names) > _MOST_NAMES:
+        what += f" and {len(names) - _MOST_NAMES} more"
+    if isinstance(model, TaskModule):
+        option = "DDPStrategy(find_unused_parameters=True) or strategy='ddp_find_unused_parameters_true'"
+    else:
+        option = "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])"
     return TaskError(
         f"the loss of {type(model).__name__}'s last step does not depend on some of its parameters{what}. The "
         "processes average the gradients of all parameters. Use each parameter in every step, freeze the unused ones "
         f"(requires_grad_(False)) or remove them. If steps use different parameters, use {option}."
     )
+
+
+def _names_of_indices(text: str, model: nn.Module) -> list[str]:
+    """Return the names of the parameters whose indices torch's error lists. torch counts the trained parameters."""
+    found = _INDICES.search(text)
+    if found is None:
+        return []
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = []
+    for index in map(int, found[1].split()):
+        if index < len(trained):
+            names.append(trained[index])
+    return names

@@ -33,9 +33,10 @@ def default_folder(root: Path, loggers: Sequence[Logger], stage: Stage, request:
         request: the checkpoint that the stage loads.
         attempt: the launcher's attempt that the stage belongs to.
     """
-    logger = next((logger for logger in loggers if isinstance(logger, VersionedLogger)), None)
-    if logger is None or not is_replaced("lightning"):
+    versioned = [logger for logger in loggers if isinstance(logger, VersionedLogger)]
+    if not versioned or not is_replaced("lightning"):
         return root / CHECKPOINTS
+    logger = versioned[0]
     if not logger.is_version_known:
         earlier = _earlier_folder(Path(logger.save_dir or root, logger.name), request, attempt)
         if earlier is not None:
@@ -54,9 +55,18 @@ def _earlier_folder(versions: Path, request: LoadRequest, attempt: Attempt) -> P
         if left_by_earlier(attempt, RunFolder(folder)) is not None:
             return folder
     if request.ckpt_path in ("last", "best"):
-        newest = {found.manifest.created: folder for folder in folders for found in find_checkpoints(folder)}
-        return newest[max(newest)] if newest else None
+        newest_folder = None
+        newest_time = None
+        for folder in folders:
+            for found in find_checkpoints(folder):
+                if newest_time is None or found.manifest.created > newest_time:
+                    newest_time = found.manifest.created
+                    newest_folder = folder
+        return newest_folder
     if request.ckpt_path is None or is_url(request.ckpt_path) or not request.resumes("fit"):
         return None
     parent = Path(os.path.realpath(Path(request.ckpt_path).expanduser())).parent
-    return next((folder for folder in folders if folder.resolve() == parent), None)
+    for folder in folders:
+        if folder.resolve() == parent:
+            return folder
+    return None

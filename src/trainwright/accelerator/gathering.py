@@ -48,7 +48,10 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
     if processes.world_size == 1:
         return tree
     tensors, refused = _tensors_of(tree, operation)
-    names = [(name or "the tensor",) for name, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    names = []
+    for name, leaf in named_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            names.append((name or "the tensor",))
     own_sizes = [_Size(tuple(tensor.shape) or (1,), tensor.dtype, is_padding) for tensor in tensors]
     # A rank with a refused leaf exchanges its error like the others their sizes: if it raised at once, they would wait.
     described = str(refused) if refused else [names, own_sizes]
