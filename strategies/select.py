@@ -248,11 +248,7 @@ def choose_engine(
     strategy_with_options = bool(options) and strategy != "auto"
     if len(arguments) > 1 or strategy_with_options:
         raise ConfigurationError(f"{' and '.join(arguments + options)} both select the engine. Pass one of them.")
-    variables = {}  # arguments → the environment variables that are set and stand for them
-    for table in ENGINE_TABLES:
-        if read_variable(table.switch_variable, as_flag):
-            variables[table.argument] = table.switch_variable
-
+    variables = _selecting_variables()
     overridden: list[str] = []
     for argument in arguments:
         for name in variables.keys() - given:
@@ -263,15 +259,9 @@ def choose_engine(
     if not arguments and not options and shared:
         given = {"deepspeed_plugin": dict(shared)}
     elif not arguments and variables:
-        if variables.keys() == {"fsdp_plugin", "parallelism_config"}:
-            del variables["parallelism_config"]
-            arrangement = {_ONLY: PLUGINS.get("parallelism_config")()}
-        if len(variables) > 1:
-            raise ConfigurationError(f"{' and '.join(variables.values())} both select the engine. Unset one of them.")
-        for name, variable in variables.items():
-            given = {name: {_ONLY: PLUGINS.get(name)()}}
-            if options:
-                overridden.append(f"{options[0]} is not used: {variable}=true.")
+        given, arrangement = _plugins_of_variables(variables)
+        if options:
+            overridden += [f"{options[0]} is not used: {variables[name]}=true." for name in given]
 
     selecting: str | None = None
     selected: dict[str, EnginePlugin] = {}
@@ -285,6 +275,31 @@ def choose_engine(
     if config is not None:
         strategies = [config.arranged(one, num_processes) for one in strategies]
     return EngineChoice(strategies or [strategy], selecting, selected, overridden, config)
+
+
+def _selecting_variables() -> dict[str, str]:
+    """Return the arguments for which environment variables stand that are set, each with its variable."""
+    found = {}
+    for table in ENGINE_TABLES:
+        if read_variable(table.switch_variable, as_flag):
+            found[table.argument] = table.switch_variable
+    return found
+
+
+def _plugins_of_variables(variables: Mapping[str, str]) -> tuple[dict[str, Any], Any]:
+    """Return the plugin for environment variables, and the plugin of the mesh or None.
+
+    Args:
+        variables: The result of `_selecting_variables`.
+    """
+    names = list(variables)
+    arrangement = None
+    if variables.keys() == {"fsdp_plugin", "parallelism_config"}:
+        names = ["fsdp_plugin"]
+        arrangement = {_ONLY: PLUGINS.get("parallelism_config")()}
+    if len(names) > 1:
+        raise ConfigurationError(f"{' and '.join(variables.values())} both select the engine. Unset one of them.")
+    return {name: {_ONLY: PLUGINS.get(name)()} for name in names}, arrangement  # plugins read further variables
 
 
 def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:

@@ -148,7 +148,7 @@ class Step(ABC):
 
     # Training
 
-    def forward_backward(self, group: Group) -> torch.Tensor | None:
+    def forward_backward(self, group: Group) -> torch.Tensor | None:  # noqa: C901 -- each function costs a call a step
         """Run every micro-batch of one optimizer step forward and backward.
 
         Afterwards, the gradients are unscaled. They are the mean over all micro-batches of all ranks (see

@@ -128,7 +128,7 @@ class AcceleratedModel(nn.Module):
         *,
         top_p: float | None = None,
         top_p_decay: float = 0.0,
-        add_BOS: bool = False,
+        add_BOS: bool = False,  # noqa: N803 -- the name in Accelerate
         **options: Any,
     ) -> torch.Tensor:
         """Continue prompts, with Accelerate's arguments. `options` are those of `trainwright.generation.generate`.
