@@ -266,7 +266,12 @@ def read_trackers(log_with: object, folder: str | None) -> list[str | GeneralTra
         ConfigurationError: An entry is unknown or incomplete, or needs the folder of the project, which is not set.
     """
     found: list[str | GeneralTracker] = []
-    for one in log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]:
+    entries = [log_with]
+    if log_with is None:
+        entries = []
+    elif isinstance(log_with, (list, tuple)):
+        entries = list(log_with)
+    for one in entries:
         if isinstance(one, GeneralTracker):
             missing = [name for name in _REQUIRED if inspect.getattr_static(one, name, None) is None]
             if missing:
@@ -337,10 +342,13 @@ class LoopTrackers:
             _check_names("init_kwargs", options, self._names)
         self.finish()
         self._unopened = []
-        self._all = [
-            kind if isinstance(kind, GeneralTracker) else self._make(kind, project, options.get(kind, {}))
-            for kind in self._kinds
-        ]
+        trackers = []
+        for kind in self._kinds:
+            if isinstance(kind, GeneralTracker):
+                trackers.append(kind)
+            else:
+                trackers.append(self._make(kind, project, options.get(kind, {})))
+        self._all = trackers
         self.started = list(self._all)
         try:
             self.each("start")
@@ -408,7 +416,8 @@ class LoopTrackers:
                 if method == "start" and is_option and isinstance(tracker, LoggerTracker):
                     text = f"an option in init_kwargs[{tracker.name!r}] is wrong: {error}."
                     raise ConfigurationError(text) from error
-                self._unopened += [tracker] if method == "start" else []
+                if method == "start":
+                    self._unopened.append(tracker)
                 warnings.warn(
                     f"the tracker {tracker.name!r} failed in {method} with {type(error).__name__}: {error}. It is not "
                     "used any more; training and the other trackers continue.",

@@ -63,24 +63,28 @@ class MegatronLoop:
 
     def enlarge(self, loader: T) -> T:
         """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
-        sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
-        num = self.plugin.num_micro_batches or 1
-        own = getattr(sampler, "batch_size", None)
-        if own is not None and "global_batch_size" not in vars(self.plugin):
-            self.plugin.set_training_args(own, self.data_ranks.size)
-        if not isinstance(loader, DataLoader) or sampler is None or num == 1:
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             return loader
-        if own is None:
+        sampler = loader.batch_sampler
+        num = self.plugin.num_micro_batches or 1
+        micro_batch_size = getattr(sampler, "batch_size", None)
+        if micro_batch_size is not None and "global_batch_size" not in vars(self.plugin):
+            self.plugin.set_training_args(micro_batch_size, self.data_ranks.size)
+        if num == 1:
+            return loader
+        if micro_batch_size is None:
             raise ConfigurationError(
                 f"{type(sampler).__name__} has no batch_size, which num_micro_batches={num} multiplies. Use torch's "
                 "BatchSampler, or a DataLoader with batch_size=None that returns batches of all micro-batches."
             )
-        found = copy.copy(loader)
-        larger = copy.copy(sampler)
-        vars(larger).update(batch_size=own * num)
-        # torch refuses to set these; the copy holds the user's loader.
-        vars(found).update(batch_sampler=larger, batch_size=loader.batch_size and own * num, given=loader)
-        return found
+        larger_sampler = copy.copy(sampler)
+        vars(larger_sampler)["batch_size"] = micro_batch_size * num
+        larger_loader = copy.copy(loader)
+        # DataLoader refuses to set its attributes after __init__. `given` is the user's loader.
+        vars(larger_loader).update(batch_sampler=larger_sampler, given=loader)
+        if loader.batch_size is not None:
+            vars(larger_loader)["batch_size"] = micro_batch_size * num
+        return larger_loader
 
     def clip(self, optimizer: Optimizer) -> None:
         """Register a hook that clips gradients before each step, if the plugin sets `gradient_clipping`."""
@@ -128,7 +132,8 @@ class MegatronLoop:
                 loss, output = self._forward(model, call, args, kwargs)
             if loss is None:
                 return output
-            output = output if isinstance(output, dict) else PipelineOutput(logits=output)
+            if not isinstance(output, dict):
+                output = PipelineOutput(logits=output)
             output["loss"] = ranks.all_gather(loss.detach()).mean()
             return output
         parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
@@ -142,7 +147,7 @@ class MegatronLoop:
             logits = output.get("logits") if isinstance(output, dict) else output
             if self.plugin.return_logits and isinstance(logits, torch.Tensor):
                 seen.append(full_output(logits).detach())
-            return loss * part.weight * len(parts)
+            return loss * part.weight * len(parts)  # `forward_backward` divides by the number of parts
 
         loss = self._forward_backward(step, parts)
         loss = ranks.all_gather(full_output(loss)).mean()  # in a pipeline, all ranks have this mean already
@@ -163,8 +168,10 @@ class MegatronLoop:
         if model not in self._steps:
             self._steps[model] = make_train_step(plugin, model)
         step = self._steps[model]
-        own = partial(step.call_model, call, plugin.return_logits) if isinstance(step, GPTTrainStep) else call
-        result, loss_func = step.forward_step(iter([kwargs]), own)
+        forward = call
+        if isinstance(step, GPTTrainStep):
+            forward = partial(step.call_model, call, plugin.return_logits)
+        result, loss_func = step.forward_step(iter([kwargs]), forward)
         loss, entries = loss_func(result)
         return loss, PipelineOutput(entries)
 
@@ -186,7 +193,12 @@ def gather_across_data_parallel_groups(tensor: object) -> Any:
         tensor: A tensor, or lists, tuples and dicts of tensors. Each tensor has the same shape on every rank.
     """
     ranks = _data_ranks()
-    return map_tensors(lambda one: ranks.all_gather(one if one.dim() else one[None]).flatten(0, 1), tensor)
+
+    def gather(one: torch.Tensor) -> torch.Tensor:
+        rows = one if one.dim() else one[None]
+        return ranks.all_gather(rows).flatten(0, 1)  # (ranks, rows, …) → (all rows, …)
+
+    return map_tensors(gather, tensor)
 
 
 def _data_ranks() -> DataRanks:

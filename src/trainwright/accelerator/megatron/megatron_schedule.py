@@ -37,31 +37,23 @@ class MegatronLMDummyDataLoader:
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:
-        known = {"splits_string": "969,30,1", "micro_batch_size": 1, "seed": 1234}
+        # Arguments by keyword only, as in Accelerate, whose loaders take any others too.
+        defaults = {"splits_string": "969,30,1", "micro_batch_size": 1, "seed": 1234}
         for name in dataset_kwargs:
-            if name not in (*known, "data_path", "seq_length"):
+            if name not in (*defaults, "data_path", "seq_length"):
                 raise ConfigurationError(
-                    f"MegatronLMDummyDataLoader: {name} is not supported.{nearest(name, known)} It takes data_path, "
-                    f"seq_length, {', '.join(known)}."
+                    f"MegatronLMDummyDataLoader: {name} is not supported.{nearest(name, defaults)} It takes data_path, "
+                    f"seq_length, {', '.join(defaults)}."
                 )
         for name in ("data_path", "seq_length"):
             if not dataset_kwargs.get(name):
                 raise ConfigurationError(f"MegatronLMDummyDataLoader needs {name}=.")
-        found: dict[str, Any] = known | dataset_kwargs
-        self.length = found["seq_length"]
-        self.batch_size = found["micro_batch_size"]
-        self.seed = found["seed"]
-        self.files = _files(found["data_path"])
-        try:
-            parts = [float(part) for part in str(found["splits_string"]).split(",")]
-        except ValueError:
-            parts = []
-        if len(parts) > 3 or not sum(parts) > 0 or min(parts) < 0:
-            raise ConfigurationError(
-                f"splits_string={found['splits_string']!r}: write up to three proportions, such as '969,30,1'."
-            )
-        ends = [sum(parts[:i]) / sum(parts) for i in range(4)]
-        self.splits = [(begin, min(end, 1.0)) for begin, end in pairwise(ends)]
+        arguments: dict[str, Any] = defaults | dataset_kwargs
+        self.length = arguments["seq_length"]
+        self.batch_size = arguments["micro_batch_size"]
+        self.seed = arguments["seed"]
+        self.files = _files(arguments["data_path"])
+        self.splits = _fractions(str(arguments["splits_string"]))
 
     def loader(self, part: int) -> DataLoader[Any] | None:
         """Return the loader of a part: 0 for training, 1 for validation, 2 for tests. None if the part is empty."""
@@ -74,12 +66,26 @@ class MegatronLMDummyDataLoader:
         return DataLoader(data, self.batch_size, shuffle=not part, drop_last=True)
 
 
+def _fractions(text: str) -> list[tuple[float, float]]:
+    """Return the begin and the end of the three parts of the data: `"969,30,1"` is (0, 0.969), (0.969, 0.999), …."""
+    try:
+        proportions = [float(part) for part in text.split(",")]
+    except ValueError:
+        proportions = []
+    if len(proportions) > 3 or not sum(proportions) > 0 or min(proportions) < 0:
+        raise ConfigurationError(f"splits_string={text!r}: write up to three proportions, such as '969,30,1'.")
+    ends = [sum(proportions[:num]) / sum(proportions) for num in range(4)]
+    return [(begin, min(end, 1.0)) for begin, end in pairwise(ends)]
+
+
 def _files(given: Any) -> Any:
-    """Return the files as an argument of `TokenDataset`."""
+    """Return the files as an argument of `TokenDataset`: a list of paths, or a dict of paths and weights."""
     words = given.split() if isinstance(given, str) else list(given)
-    if len(words) % 2 or any(not _is_number(word) for word in words[::2]):
-        return words
-    return dict(zip(map(str, words[1::2]), map(float, words[::2]), strict=True))
+    weights = words[::2]
+    paths = words[1::2]
+    if len(weights) != len(paths) or not all(_is_number(word) for word in weights):
+        return words  # paths only
+    return {str(path): float(weight) for path, weight in zip(paths, weights, strict=True)}
 
 
 def _is_number(word: object) -> bool:
@@ -128,12 +134,15 @@ class MegatronSchedule(LRScheduler):
         self._decay = plugin.lr_decay_iters or self._total
         if self._decay < 1:
             raise ConfigurationError("MegatronLMDummyScheduler needs total_num_steps, or MegatronLMPlugin train_iters.")
-        own = plugin.lr_warmup_iters if plugin.lr_warmup_iters is not None else warmup
-        fraction = plugin.lr_warmup_fraction
-        self._warmup = own if fraction is None else int(fraction * self._decay)
+        if plugin.lr_warmup_fraction is not None:
+            warmup = int(plugin.lr_warmup_fraction * self._decay)
+        elif plugin.lr_warmup_iters is not None:
+            warmup = plugin.lr_warmup_iters
+        self._warmup = warmup
         self._wd_style = plugin.weight_decay_incr_style
-        self._wd = plugin.start_weight_decay, plugin.end_weight_decay
-        if self._wd_style != "constant" and None in self._wd:
+        self._first_wd = plugin.start_weight_decay
+        self._last_wd = plugin.end_weight_decay
+        if self._wd_style != "constant" and (self._first_wd is None or self._last_wd is None):
             raise ConfigurationError(
                 f"weight_decay_incr_style={self._wd_style!r} needs start_weight_decay and end_weight_decay."
             )
@@ -141,11 +150,12 @@ class MegatronSchedule(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each group. Also set the weight decay of each group."""
-        start, end = self._wd
-        if self._wd_style != "constant" and start is not None and end is not None:
-            part = _rise(self._wd_style, self.last_epoch / max(1, self._total))
+        first = self._first_wd
+        last = self._last_wd
+        if self._wd_style != "constant" and first is not None and last is not None:
+            part = _progress(self._wd_style, self.last_epoch / max(1, self._total))
             for group in self.optimizer.param_groups:
-                group["weight_decay"] = start + part * (end - start)
+                group["weight_decay"] = first + part * (last - first)
         return [self._at(self.last_epoch, float(base)) for base in self.base_lrs]
 
     def _at(self, done: int, base: float) -> float:
@@ -153,10 +163,13 @@ class MegatronSchedule(LRScheduler):
             return base * done / self._warmup
         if self._style == "constant":
             return base
-        part = _rise(self._style, (done - self._warmup) / max(1, self._decay - self._warmup))
+        part = _progress(self._style, (done - self._warmup) / max(1, self._decay - self._warmup))
         return base + part * (self._min_lr - base)
 
 
-def _rise(style: str, part: float) -> float:
+def _progress(style: str, part: float) -> float:
+    """Return how far a value has moved from its first to its last one, after a part of the steps."""
     part = min(1.0, part)
-    return part if style == "linear" else 0.5 * (1 - math.cos(math.pi * part))
+    if style == "linear":
+        return part
+    return 0.5 * (1 - math.cos(math.pi * part))
