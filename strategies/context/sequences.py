@@ -36,7 +36,8 @@ class SplitSequences:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
-        self.group, self.size = group, dist.get_world_size(group)
+        self.group = group
+        self.size = dist.get_world_size(group)
         self.attention = SplitAttention(group, kind)
         self._shifts = True
         self._is_causal = True  # every attention of the models
@@ -57,7 +58,9 @@ class SplitSequences:
         full = batch if isinstance(batch, Mapping) else {}
         inputs = full.get("input_ids", full.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.dim() < 2:
-            given = f"a dict with {', '.join(map(repr, full))}" if full else f"of type {type(batch).__name__}"
+            given = f"of type {type(batch).__name__}"
+            if full:
+                given = f"a dict with {', '.join(map(repr, full))}"
             raise ConfigurationError(
                 f"The batch is {given}, not a dict with 'input_ids' of shape (batch, length), so its sequences cannot "
                 "be split over ranks. Define split_sequences(self, batch, split) in the task. It returns the batch "
@@ -65,10 +68,10 @@ class SplitSequences:
                 "shifted, and with split.positions(length) for the model."
             )
         length = inputs.shape[1]
-        found = {
-            key: self(value) if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length else value
-            for key, value in full.items()
-        }
+        found = {}
+        for key, value in full.items():
+            is_sequence = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+            found[key] = self(value) if is_sequence else value
         mask = found.get(_MASK)
         if mask is not None:
             self._check_mask(full[_MASK])
@@ -92,7 +95,10 @@ class SplitSequences:
                 "split sequences.",
             )
             return
-        is_padded_at_end = (mask[:, 1:] <= mask[:, :-1]).all() if mask.dim() == 2 else torch.tensor(False)
+        is_padded_at_end = torch.tensor(False)
+        if mask.dim() == 2:
+            is_padded_at_end = (mask[:, 1:] <= mask[:, :-1]).all()  # 1 1 1 0 0
+        # Asynchronous: the result is on the device, and reading it would wait for the device.
         torch._assert_async(
             is_padded_at_end,
             "attention_mask has zeros before ones. If sequences are split over ranks, pad them at the end, and use "
@@ -110,7 +116,9 @@ class SplitSequences:
         if own is None and overrides(task, "num_items", TaskModule):
             own = task.num_items(part)
             total = task.num_items(batch)
-        return part, 1.0 if own is None or not total else float(own) * self.size / float(total)
+        if own is None or not total:
+            return part, 1.0
+        return part, float(own) * self.size / float(total)
 
     # Models
 
@@ -122,17 +130,17 @@ class SplitSequences:
             ConfigurationError: The model's attention is not supported.
         """
         with ExitStack() as undo:
-            flags = [
-                module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
-            ]
-            self._shifts = not flags or any(flags)
-            self._is_causal = all(flags)
+            # transformers sets `is_causal` in the attention layers.
+            is_causal = [module.is_causal for module in model.modules() if _is_attention(module)]
+            self._shifts = not is_causal or any(is_causal)
+            self._is_causal = all(is_causal)
             for name, module in model.named_modules():
                 config = getattr(module, "config", None)
-                if hasattr(config, "_attn_implementation") and not isinstance(getattr(module, "is_causal", None), bool):
-                    _check_config(config, name or type(module).__name__)
-                if hasattr(config, "_attn_implementation") and "position_ids" in signature(module.forward).parameters:
-                    undo.callback(module.register_forward_pre_hook(self._check_positions, with_kwargs=True).remove)
+                if hasattr(config, "_attn_implementation"):
+                    if not _is_attention(module):
+                        _check_config(config, name or type(module).__name__)
+                    if "position_ids" in signature(module.forward).parameters:
+                        undo.callback(module.register_forward_pre_hook(self._check_positions, with_kwargs=True).remove)
                 if getattr(module, "is_causal", False) is True:
                     undo.callback(module.register_forward_pre_hook(_without_mask, with_kwargs=True).remove)
                 if shifts_labels(module):
@@ -204,7 +212,8 @@ class _Forward(ExitStack):
 
     def __init__(self, attention: SplitAttention, inner: AbstractContextManager[object] | None) -> None:
         super().__init__()
-        self._attention, self._inner = attention, inner or nullcontext()
+        self._attention = attention
+        self._inner = inner or nullcontext()
 
     def __enter__(self) -> Self:
         self.enter_context(self._attention.over_ranks())
@@ -223,11 +232,16 @@ def check_heads(model: nn.Module, sp: int, tp: int) -> None:
         for name in ("num_attention_heads", "num_key_value_heads"):
             count = getattr(config, name, None)
             if isinstance(count, int) and count % (sp * tp):
-                ranks = f"sp={sp}" + f" x tp={tp}" * (tp > 1)
+                ranks = f"sp={sp} x tp={tp}" if tp > 1 else f"sp={sp}"
                 raise ConfigurationError(
                     f"{type(module).__name__} has {name}={count}, which is not divisible by {ranks} ranks. Use cp={sp} "
                     f"instead of sp, or sizes whose product divides {count}."
                 )
+
+
+def _is_attention(module: Any) -> bool:
+    """Return whether a module is an attention layer of transformers, which says whether it is causal."""
+    return isinstance(getattr(module, "is_causal", None), bool)
 
 
 def _restore(module: nn.Module, name: str, value: object) -> None:
@@ -241,7 +255,9 @@ def _without_mask(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Remove the mask of causal attention, which covers only this rank's positions."""
-    return args, {**kwargs, _MASK: None} if _MASK in kwargs else kwargs
+    if _MASK in kwargs:
+        kwargs = {**kwargs, _MASK: None}
+    return args, kwargs
 
 
 def _check_config(config: Any, name: str) -> None:

@@ -63,21 +63,30 @@ class ZeroState(FullState):
         self._dtypes = model.dtypes
         self._writes_shards = writes_shards
         self._keeps_float32 = keeps_float32
+        # id of a placeholder → the placeholder, so that its id stays in use, and the shards that replace it.
         self._placeholders: dict[int, tuple[torch.Tensor, SavedShards]] = {}
         self._parameters = {plain_name(name): parameter for name, parameter in task.named_parameters()}
-        trained = {name for _, names in self._groups for name in names}
-        self._trained = {
-            id(p) for name, p in self._parameters.items() if name in trained and p.requires_grad and _numel(p)
-        }
+        self._trained: set[int] = set()  # ids of the parameters with shards of optimizer states
+        for name in self._names_in_groups():
+            parameter = self._parameters[name]
+            if parameter.requires_grad and shape_of(parameter).numel() > 0:
+                self._trained.add(id(parameter))
+
+    def _names_in_groups(self) -> list[str]:
+        """Return the names of the parameters that the optimizer has, in the order of its groups."""
+        names = []
+        for _, names_of_group in self._groups:
+            names += names_of_group
+        return names
 
     # Shards for checkpoints
 
     @property
     def saves_shards(self) -> bool:
+        if not self._writes_shards:
+            return False
         # Without an optimizer, stage 3 shards weights all the same.
-        return self._writes_shards and (
-            self._shards is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
-        )
+        return self._shards is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
 
     def shards_of(self, tree: object) -> Any:
         return map_tensors(self._saved, tree)
@@ -89,8 +98,10 @@ class ZeroState(FullState):
         return placeholder
 
     def _saved(self, tensor: torch.Tensor) -> Any:
-        placeholder, shards = self._placeholders.get(id(tensor), (None, None))
-        return tensor if placeholder is None else shards
+        if id(tensor) not in self._placeholders:
+            return tensor
+        _, shards = self._placeholders[id(tensor)]
+        return shards
 
     def _to_save(self, value: torch.Tensor) -> torch.Tensor:
         """Return a placeholder for a sharded parameter, or the full value. Collective if `model_state` is
@@ -112,18 +123,24 @@ class ZeroState(FullState):
         self._placeholders.clear()
         to_save = self._to_save if self.saves_shards else self.gather_tensor
         convert = cache(to_save)  # tied weights are one tensor, also in a checkpoint
-        found = self._task.state_dict(keep_vars=True)
-        return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
+        state = dict(self._task.state_dict(keep_vars=True))
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = convert(value)
+        return state
 
     def _weight(self, value: torch.Tensor) -> torch.Tensor:
         """Return a full parameter or buffer on this rank's device. Collective."""
-        found = self._gathered(value)
-        # The engine also casts frozen parameters, without a float32 copy.
-        return found if id(value) in self._trained else found.to(self._dtypes.get(id(value), found.dtype))
+        full = self._gathered(value)
+        if id(value) in self._trained:
+            return full
+        return full.to(self._dtypes.get(id(value), full.dtype))  # the engine also casts frozen parameters
 
     def _gathered(self, value: torch.Tensor) -> torch.Tensor:
+        # The model may have the weights in 16 bits. The shards have them in float32.
         value_is_exact = not is_partitioned(value) and value.dtype is torch.float32
-        if self._shards is not None and id(value) in self._trained and not value_is_exact:
+        has_shards = self._shards is not None and id(value) in self._trained
+        if self._shards is not None and has_shards and not value_is_exact:
             return self._shards.full(value, shape_of(value))
         if not is_partitioned(value):
             return value.detach()
@@ -176,25 +193,30 @@ class ZeroState(FullState):
         own = self._own_state()
         missing = [name for name in own if name not in given]
         left_over = [name for name in given if name not in own]
-        parameters = {name: value for name, value in own.items() if isinstance(value, nn.Parameter)}
-        wrong = [
-            f"{name} is {tuple(given[name].shape)} and not {tuple(shape_of(parameter))}"
-            for name, parameter in parameters.items()
-            if name in given and given[name].shape != shape_of(parameter)
-        ]
-        problems = [*wrong, *([f"{name} is missing" for name in missing] if strict else [])]
-        problems += [f"{name} is not in the task" for name in left_over] if strict else []
+        parameters = {}
+        buffers = {}
+        for name, value in own.items():
+            if name not in given:
+                continue
+            if isinstance(value, nn.Parameter):
+                parameters[name] = value
+            else:
+                buffers[name] = given[name]
+        problems = []
+        for name, parameter in parameters.items():
+            if given[name].shape != shape_of(parameter):
+                problems.append(f"{name} is {tuple(given[name].shape)} and not {tuple(shape_of(parameter))}")
+        advice = "" if problems else "Pass strict=False to load what fits by name. "
+        if strict:
+            problems += [f"{name} is missing" for name in missing]
+            problems += [f"{name} is not in the task" for name in left_over]
         if problems:
             raise CheckpointError(
-                f"the saved weights do not fit {type(self._task).__name__}. "
-                f"{'' if wrong else 'Pass strict=False to load what fits by name. '}{'; '.join(problems[:10])}."
+                f"the saved weights do not fit {type(self._task).__name__}. {advice}{'; '.join(problems[:10])}."
             )
-        load_plain_state(
-            self._task, {n: given[n] for n in own if n in given and n not in parameters}, strict=False
-        )  # buffers
+        load_plain_state(self._task, buffers, strict=False)
         for name, parameter in parameters.items():
-            if name in given:
-                self._set_partition(parameter, given[name])
+            self._set_partition(parameter, given[name])
         return missing, left_over
 
     def _set_partition(self, parameter: Any, value: torch.Tensor) -> None:
@@ -219,22 +241,11 @@ class ZeroState(FullState):
 
     def _state_of(self, real: Optimizer) -> dict[str, Any]:
         sharded = self.saves_shards
-        states = {
-            name: self._states_of(self._parameters[name], sharded=sharded)
-            for _, names in self._groups
-            for name in names
-        }
-        return as_torch(
-            {
-                "class": type(real).__qualname__,
-                "groups": [
-                    {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-                    for group, names in self._groups
-                ],
-                "state": states,
-            },
-            real,
-        )
+        states = {}
+        for name in self._names_in_groups():
+            states[name] = self._states_of(self._parameters[name], sharded=sharded)
+        groups = [{**group, "params": names} for group, names in self._groups]
+        return as_torch({"class": type(real).__qualname__, "groups": groups, "state": states}, real)
 
     def _states_of(self, parameter: nn.Parameter, *, sharded: bool = False) -> dict[str, Any]:
         shards = self._shards
@@ -254,24 +265,26 @@ class ZeroState(FullState):
                 found[key] = self._placeholder_for(shards.to_save(parameter, shape, key))
             else:
                 found[key] = _kept(shards.full(parameter, shape, key), keep=self._is_main)
-        return found | {
-            key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in others.items()
-        }
+        for key, value in others.items():
+            found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return found
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         shards = self._shards
         assert shards is not None  # there is an optimizer
         groups = self._matching_groups(optimizer, state)
-        states = {name: dict(state["state"][name]) for _, names in self._groups for name in names}
+        states = {name: dict(state["state"][name]) for name in self._names_in_groups()}
         self._check_states(optimizer, states)
         for (group, _), saved in zip(self._groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key in group and key != "params"})
-        trained = [(n, self._parameters[n]) for n in states if id(self._parameters[n]) in self._trained]
-        for _, parameter in trained:
-            shards.clear_states(parameter)
-        for name, parameter in trained:
+            for key, value in saved.items():
+                if key in group and key != "params":
+                    group[key] = value
+        trained = [name for name in states if id(self._parameters[name]) in self._trained]
+        for name in trained:  # all, before the first is set: one flat tensor has the states of several parameters
+            shards.clear_states(self._parameters[name])
+        for name in trained:
             if states[name]:
-                shards.set_states(parameter, _counting(optimizer, states[name]))
+                shards.set_states(self._parameters[name], _counting(optimizer, states[name]))
         shards.after_loading()
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -281,20 +294,21 @@ class ZeroState(FullState):
         """Check parameter names and optimizer class of a state. Return the state's groups in the order of the engine's
         groups.
         """
-        placeholder = type(torch_name(real), (Optimizer,), {})
+        # DeepSpeed's optimizer has flat tensors. Load the groups into one of the same class with the original names.
         names: dict[torch.Tensor, str] = {}
         groups = []
         for group, members in self._groups:
-            made = [torch.empty(0, device="meta") for _ in members]
-            names.update(zip(made, members, strict=True))
-            groups.append({**group, "params": made})
-        shadow = placeholder(groups, {})
-        bare: dict[str, Any] = {name: {} for name in tree.get("state", {})}
-        load_named_optimizer_state(shadow, {**tree, "state": bare}, names)
-        return list(shadow.param_groups)
+            parameters = [torch.empty(0, device="meta") for _ in members]
+            names.update(zip(parameters, members, strict=True))
+            groups.append({**group, "params": parameters})
+        stand_in_class = type(torch_name(real), (Optimizer,), {})
+        stand_in = stand_in_class(groups, {})
+        without_states: dict[str, Any] = {name: {} for name in tree.get("state", {})}
+        load_named_optimizer_state(stand_in, {**tree, "state": without_states}, names)
+        return list(stand_in.param_groups)
 
     def _check_states(self, real: Optimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
-        counts: dict[int, tuple[str, float]] = {}
+        counts: dict[int, tuple[str, float]] = {}  # id of a flat tensor → a parameter in it, and its number of steps
         shards = self._shards
         for name, values in states.items():
             parameter = self._parameters[name]
@@ -302,7 +316,8 @@ class ZeroState(FullState):
                 continue
             shape = shape_of(parameter)
             for key, value in values.items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                has_dimensions = isinstance(value, torch.Tensor) and value.dim() > 0
+                if has_dimensions and value.shape != shape:
                     raise CheckpointError(
                         f"{type(real).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r} of shape "
                         f"{tuple(shape)}, which cannot be sharded. Use strategy='ddp', or reset the optimizer with "
@@ -328,23 +343,26 @@ class ZeroState(FullState):
             id of a sharded parameter → the new parameter on the host.
         """
         # Gather the states first: their shards are then freed and make room for the weights.
-        full = [
-            {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}
-            for _ in self._optimizers
-        ]
+        full = []
+        for _ in self._optimizers:
+            full.append({name: self._states_of(self._parameters[name]) for name in self._names_in_groups()})
         if self._shards is not None:
             for parameter in self._parameters.values():
                 if id(parameter) in self._trained:
                     self._shards.clear_states(parameter)
-        new = {}
-        for number, parameter in {id(p): p for p in self._parameters.values()}.items():
+        new: dict[int, nn.Parameter] = {}
+        for parameter in self._parameters.values():
+            if id(parameter) in new:
+                continue  # a tied weight
             value = self._weight(parameter).to("cpu", copy=True)
-            if not (self._keeps_float32 and number in self._trained):
-                value = value.to(self._dtypes[number])
-            new[number] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            if not (self._keeps_float32 and id(parameter) in self._trained):
+                value = value.to(self._dtypes[id(parameter)])
+            new[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for optimizer, states in zip(self._optimizers, full, strict=True):
             optimizer.state.clear()
-            optimizer.state.update({new[id(self._parameters[name])]: state for name, state in states.items() if state})
+            for name, state in states.items():
+                if state:
+                    optimizer.state[new[id(self._parameters[name])]] = state
             optimizer.param_groups[:] = [group for group, _ in self._groups]
             for group, names in self._groups:
                 group["params"] = [new[id(self._parameters[name])] for name in names]
@@ -369,10 +387,6 @@ def shape_of(parameter: torch.Tensor) -> torch.Size:
     return found
 
 
-def _numel(parameter: torch.Tensor) -> int:
-    return shape_of(parameter).numel()
-
-
 def torch_name(optimizer: Optimizer) -> str:
     """Return the class name of an optimizer. DeepSpeed's implementations have the names of torch's classes."""
     if type(optimizer).__name__ in _ADAMS:
@@ -385,16 +399,16 @@ def as_torch(tree: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     if type(optimizer).__name__ not in _ADAMS:
         return tree
     name = torch_name(optimizer)
-    like = getattr(torch.optim, name)([torch.zeros(1)]).param_groups[0]
-    keys = [key for key in like if key != "params"]
-    groups = [
-        {**{key: group.get(key, like[key]) for key in keys}, "params": group["params"]} for group in tree["groups"]
-    ]
-    state = {
-        parameter: {k: torch.tensor(float(v)) if k == "step" else v for k, v in values.items()}
-        for parameter, values in tree["state"].items()
-    }
-    return {**tree, "class": name, "groups": groups, "state": state}
+    defaults = getattr(torch.optim, name)([torch.zeros(1)]).param_groups[0]
+    groups = []
+    for group in tree["groups"]:
+        groups.append({key: group.get(key, default) for key, default in defaults.items()})  # torch's keys only
+    states = {}
+    for parameter, values in tree["state"].items():
+        states[parameter] = dict(values)
+        if "step" in values:  # a number in DeepSpeed, a tensor in torch
+            states[parameter]["step"] = torch.tensor(float(values["step"]))
+    return {**tree, "class": name, "groups": groups, "state": states}
 
 
 def _counting(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Any]:

@@ -60,13 +60,13 @@ class FrozenEngines:
         self._modules = matching(task, names, "frozen_modules") if names else []
         self._engines: list[Any] = []
         for module in self._modules:
-            trained = next((name for name, p in module.named_parameters() if p.requires_grad), None)
-            if trained is not None:
-                raise ConfigurationError(
-                    f"frozen_modules={names!r}: the parameter {trained!r} of {type(module).__name__} has "
-                    "requires_grad=True. Call requires_grad_(False) on the module in configure_model, or remove the "
-                    "module's name from frozen_modules."
-                )
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    raise ConfigurationError(
+                        f"frozen_modules={names!r}: the parameter {name!r} of {type(module).__name__} has "
+                        "requires_grad=True. Call requires_grad_(False) on the module in configure_model, or remove "
+                        "the module's name from frozen_modules."
+                    )
             if any(other is not module and other in self._modules for other in module.modules()):
                 raise ConfigurationError(
                     f"frozen_modules={names!r}: {type(module).__name__} contains another frozen module. Name only the "
@@ -75,26 +75,32 @@ class FrozenEngines:
 
     def start(self, library: Any, config: Mapping[str, Any]) -> None:
         """Create an engine for each module. Collective."""
-        own = copy.deepcopy({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")})
-        zero = own.get("zero_optimization", {})
-        own["zero_optimization"] = {**{k: v for k, v in zero.items() if k.startswith("stage3_")}, "stage": 3}
+        frozen_config = copy.deepcopy(dict(config))
+        frozen_config.pop("optimizer", None)
+        frozen_config.pop("scheduler", None)
+        frozen_config["zero_optimization"] = {"stage": 3}
+        for name, value in config.get("zero_optimization", {}).items():
+            if name.startswith("stage3_"):
+                frozen_config["zero_optimization"][name] = value
         for module in self._modules:
-            engine, *_ = library.initialize(model=module, config=own, dist_init_required=False)
+            engine, *_ = library.initialize(model=module, config=frozen_config, dist_init_required=False)
             self._engines.append(engine)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
         """Return a context in which the task lacks the frozen modules, so that the main engine ignores them."""
-        parents = [parent for parent in self._task.modules() if any(one in self._modules for one in parent.children())]
-        kept = [(parent, dict(parent._modules)) for parent in parents]
-        for parent, modules in kept:
+        parents = []  # of the frozen modules, each with all its children: their order is restored, too
+        for parent in self._task.modules():
+            if any(child in self._modules for child in parent.children()):
+                parents.append((parent, dict(parent._modules)))
+        for parent, modules in parents:
             for name, module in modules.items():
                 if module in self._modules:
                     del parent._modules[name]
         try:
             yield
         finally:
-            for parent, modules in kept:
+            for parent, modules in parents:
                 parent._modules.clear()
                 parent._modules.update(modules)
 
@@ -107,7 +113,9 @@ class FrozenEngines:
 
 def _destroy(engine: Any) -> None:
     engine.destroy()
-    engine.optimizer = engine.basic_optimizer = None  # otherwise it is destroyed again when it is freed
+    # Otherwise the optimizer is destroyed again when it is freed.
+    engine.optimizer = None
+    engine.basic_optimizer = None
 
 
 class ZeroModel:
@@ -147,8 +155,12 @@ class ZeroModel:
         self.stage = config.stage
         options = config.options
         names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-        given = optimizer.given_groups if isinstance(optimizer, DummyOptim) else _groups_of(optimizer)
-        members = [[names[p] for p in group["params"]] for group in given]
+        if isinstance(optimizer, DummyOptim):
+            given_groups = optimizer.given_groups
+        else:
+            given_groups = _groups_of(optimizer)
+        # Before DeepSpeed replaces the parameters of the groups by flat tensors.
+        names_of_groups = [[names[parameter] for parameter in group["params"]] for group in given_groups]
         facts = collect_facts(model, plan, config.content, optimizer, dp_size=dp_size)
         self.resolved_config = config.resolved(facts, trains=optimizer is not None)
         self.dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
@@ -164,7 +176,7 @@ class ZeroModel:
             self.engine, _, _, schedule = library.initialize(
                 model=root,
                 optimizer=optimizer if is_own else None,
-                model_parameters=None if is_own or optimizer is None else given,
+                model_parameters=None if is_own or optimizer is None else given_groups,
                 config=engine_config,
                 dist_init_required=False,
             )
@@ -176,9 +188,11 @@ class ZeroModel:
         connect_schedule(schedule, self.optimizer, plan, config.origin)
         if self.optimizer is not None:
             keep_groups(self.optimizer, type(model).__name__)
-        groups = given if is_own else _groups_of(self.optimizer)
-        self.groups = list(zip(groups, members, strict=True))
-        self.holds_gradients = self.is_complete = self.was_called = False
+        groups = given_groups if is_own else _groups_of(self.optimizer)
+        self.groups = list(zip(groups, names_of_groups, strict=True))
+        self.holds_gradients = False
+        self.is_complete = False
+        self.was_called = False
         self.input_dtype: torch.dtype | None = None
         self.shards: ZeroShards | None = None
         self._flags: list[tuple[str, nn.Parameter, bool]] = []
@@ -191,7 +205,8 @@ class ZeroModel:
         """Run a forward of a user-written loop in the engine. Collective at stage 3."""
         if self.input_dtype is not None:
             args, kwargs = map_tensors(self._cast, (args, kwargs))
-        self.was_called |= torch.is_grad_enabled() and self.optimizer is not None
+        if torch.is_grad_enabled() and self.optimizer is not None:
+            self.was_called = True
         return self.engine(*args, **kwargs)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +234,8 @@ class ZeroModel:
         _destroy(engine)
         del engine
         self._traces.remove()
-        self.shards = self.optimizer = None
+        self.shards = None
+        self.optimizer = None
         self._flags = []
 
 
@@ -256,11 +272,15 @@ def _leaf_modules(model: nn.Module, options: ZeroOptions, stage: int) -> list[nn
         raise ConfigurationError(
             f"moe_leaf_modules={names!r} has no effect at stage={stage}. Remove it, or use stage=3."
         )
-    return matching(model, names, "moe_leaf_modules") if names else []
+    if not names:
+        return []
+    return matching(model, names, "moe_leaf_modules")
 
 
 def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    return [] if optimizer is None else list(optimizer.param_groups)
+    if optimizer is None:
+        return []
+    return list(optimizer.param_groups)
 
 
 def collect_facts(
@@ -268,15 +288,21 @@ def collect_facts(
 ) -> RunFacts:
     """Return the properties of a run that the configuration needs. Loads data only if it needs the batch size."""
     trains = optimizer is not None
-    batch = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
-    schedule = next((c.scheduler for c in plan.lr_scheduler_configs if isinstance(c.scheduler, DummyScheduler)), None)
+    needs_batch_size = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
+    schedule = None
+    for config_of_schedule in plan.lr_scheduler_configs:
+        if isinstance(config_of_schedule.scheduler, DummyScheduler):
+            schedule = config_of_schedule.scheduler
+            break
     total: float = math.inf
     if trains and look_up(config, ("scheduler", "params", "total_num_steps")) == "auto":
-        own = None if schedule is None else schedule.total_num_steps
-        total = plan.estimated_stepping_batches if own is None else own
+        if schedule is not None and schedule.total_num_steps is not None:
+            total = schedule.total_num_steps
+        else:
+            total = plan.estimated_stepping_batches  # needs the length of the data
     return RunFacts(
         world_size=dp_size,
-        micro_batch_size=plan.train_batch_size if batch else None,
+        micro_batch_size=plan.train_batch_size if needs_batch_size else None,
         accumulate=plan.accumulate_grad_batches,
         hidden_size=_hidden_size(model),
         hyperparameters=None if optimizer is None else optimizer.param_groups[0],
@@ -289,8 +315,10 @@ def _hidden_size(model: nn.Module) -> int | None:
     """Return the hidden size in the transformers `config` of the model or of one of its modules."""
     for module in model.modules():
         config = getattr(module, "config", None)
-        sizes = getattr(config, "hidden_sizes", None)
-        size = getattr(config, "hidden_size", None) or (max(sizes) if sizes else None)
+        size = getattr(config, "hidden_size", None)
+        sizes = getattr(config, "hidden_sizes", None)  # one for each stage of a vision model
+        if not size and sizes:
+            size = max(sizes)
         if isinstance(size, int):
             return size
     return None
