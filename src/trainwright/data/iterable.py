@@ -234,8 +234,8 @@ class KeptStream(IterableDataset[Any]):
     data set that resets its position at its end would then restart and repeat samples.
     """
 
-    # In a worker, `get_worker_info().dataset` is this object. Code that reads or sets its attributes therefore gets those
-    # of the data set.
+    # In a worker, `get_worker_info().dataset` is this object. Code that reads or sets its attributes means those of the
+    # data set.
 
     def __init__(self, dataset: StatefulIterable) -> None:
         vars(self).update(dataset=dataset, _has_ended=False, _ends_at_once=False)
