@@ -170,8 +170,8 @@ class SampleSeeds(list[Any]):
         self.key = key
 
     def __iter__(self) -> Iterator[Any]:
-        # torch fetches `[dataset[index] for index in indices]` and then collates. So each sample is fetched directly after
-        # its seed is set, and collation follows the end of the iteration.
+        # torch fetches `[dataset[index] for index in indices]` and then collates. So each sample is fetched directly
+        # after its seed is set, and collation follows the end of the iteration.
         for index in super().__iter__():
             seed_global_generators(sample_seed(self.key, index))
             yield index

@@ -101,8 +101,8 @@ class MaskedSpans:
 
     def _spans(self, length: int) -> tuple[int, int]:
         """Return the numbers of replaced tokens and of spans for a text of `length` tokens."""
-        # 100 tokens: 15 are replaced, in 5 spans. At least one token is replaced and one stays. Each span follows one or
-        # more tokens that stay, so there are at most as many spans as such tokens.
+        # 100 tokens: 15 are replaced, in 5 spans. At least one token is replaced and one stays. Each span follows one
+        # or more tokens that stay, so there are at most as many spans as such tokens.
         num_replaced = min(max(round(length * self.probability), 1), length - 1)
         num_spans = min(round(num_replaced / self.mean_length), length - num_replaced)
         return num_replaced, max(1, num_spans)
