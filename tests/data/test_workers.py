@@ -99,7 +99,7 @@ def test_a_worker_that_is_stuck_is_interrupted_and_then_ended(
     ignores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainwright.data.workers._wait_for.__defaults__", (0.05,))
-    monkeypatch.setattr("trainwright.data.workers._LOOK_S", 0.05 if ignores else 5.0)
+    monkeypatch.setattr("trainwright.data.workers._POLL_S", 0.05 if ignores else 5.0)
     looks, is_alive = [], BaseProcess.is_alive
     workers = Workers()
     batches = workers.keep(iter(DataLoader(_Stuck(tmp_path, ignores), batch_size=None, num_workers=1)))

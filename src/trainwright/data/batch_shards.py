@@ -19,8 +19,17 @@ from trainwright.data.loader_options import check_divisible
 from trainwright.data.rounds import completed, rounds_of_batches
 
 _FETCH_OPTIONS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
 )
 
 
@@ -107,10 +116,12 @@ class BatchSamplerShard(BatchSampler):
         """Return the number of batches of this process. Without `even_batches`, processes may differ by one batch."""
         if self.split_batches:
             return self.total_length
-        length, rest = divmod(self.total_length, self.num_processes)
-        if self.drop_last:
-            return length
-        return length + (rest > (0 if self.even_batches else self.process_index))
+        # 5 batches on 3 processes: one complete round, and a round of 2 batches.
+        num_rounds, rest = divmod(self.total_length, self.num_processes)
+        if self.drop_last or rest == 0:
+            return num_rounds
+        has_last_batch = self.even_batches or self.process_index < rest
+        return num_rounds + 1 if has_last_batch else num_rounds
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of this process."""
@@ -118,9 +129,10 @@ class BatchSamplerShard(BatchSampler):
 
     def _parts(self) -> Iterator[Any]:
         part = cast(int, self.batch_size) // self.num_processes
-        for mine in _shares(iter(self.batch_sampler), part, self, completes=self.even_batches):
-            if mine:
-                yield mine
+        for indices in _shares(iter(self.batch_sampler), part, self, completes=self.even_batches):
+            # Without `even_batches`, a short batch may have no part for this process.
+            if indices:
+                yield indices
 
     def _batches(self) -> Iterator[Any]:
         rounds = rounds_of_batches(
@@ -131,7 +143,9 @@ class BatchSamplerShard(BatchSampler):
             completes=self.even_batches,
         )
         for batches, _ in rounds:
-            yield from batches[self.process_index : self.process_index + 1]
+            # Without `even_batches`, the last round may have fewer batches than processes.
+            if self.process_index < len(batches):
+                yield batches[self.process_index]
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -171,7 +185,9 @@ class IterableDatasetShard(IterableDataset[Any]):
     @property
     def _share(self) -> int:
         """Number of samples of one process in a round."""
-        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        if self.split_batches:
+            return self.batch_size // self.num_processes
+        return self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (0-based) of the next pass, also of the data set."""
@@ -181,8 +197,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of samples of this process. Raises TypeError if the data set has no length."""
-        rounds, rest = divmod(len(cast(Sized, self.dataset)), self._share * self.num_processes)
-        return (rounds + (rest > 0 and not self.drop_last)) * self._share
+        # 10 samples, 2 processes, batches of 2: two complete rounds, and one that is completed or dropped.
+        num_rounds, rest = divmod(len(cast(Sized, self.dataset)), self._share * self.num_processes)
+        if rest > 0 and not self.drop_last:
+            num_rounds += 1
+        return num_rounds * self._share
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the samples of this process."""
@@ -191,8 +210,9 @@ class IterableDatasetShard(IterableDataset[Any]):
             generator.manual_seed(self.epoch)
         size = self._share * self.num_processes
         samples = iter(self.dataset)
-        for mine in _shares(iter(lambda: list(islice(samples, size)), []), self._share, self):
-            yield from mine
+        rounds = iter(lambda: list(islice(samples, size)), [])  # lists of `size` samples, until one is empty
+        for share in _shares(rounds, self._share, self):
+            yield from share
 
 
 class SkippableLoader(DataLoader[Any]):
@@ -239,6 +259,7 @@ class SkipBatchSampler(BatchSampler):
         return islice(self.batch_sampler, self.skip_batches, None)
 
     def __getattr__(self, name: str) -> Any:
+        # While it is copied or unpickled, the object has no attributes, and reading one would recurse.
         if name.startswith("__") or "batch_sampler" not in vars(self):
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
@@ -287,8 +308,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if isinstance(dataloader, SkippableLoader):
         return dataloader.skip(num_batches)
     if not isinstance(dataloader.dataset, IterableDataset):
-        # A dispatched loader reads a batch for each process in a round.
-        num_read = num_batches * (dataloader.batches_per_round if isinstance(dataloader, RoundLoader) else 1)
+        num_read = num_batches
+        if isinstance(dataloader, RoundLoader):  # a dispatched loader reads a batch for each process in a round
+            num_read *= dataloader.batches_per_round
         return copy_loader(dataloader, **_skipping(dataloader, num_read))
     if type(dataloader).__iter__ not in (DataLoader.__iter__, SkipDataLoader.__iter__):
         raise ConfigurationError(
@@ -322,11 +344,16 @@ def _shares(
     """Yield the samples of one process in each round. `part` is their number in a complete round."""
     size = part * shard.num_processes
     start = part * shard.process_index
-    first: Any = None
-    for found in rounds:
-        first = found if first is None else first
-        if len(found) >= size or not shard.drop_last:
-            samples = completed(found, first, size) if completes and len(found) < size else found
+    first_round: Any = None
+    for samples in rounds:
+        if first_round is None:
+            first_round = samples
+        is_short = len(samples) < size
+        if is_short and shard.drop_last:
+            continue
+        if is_short and completes:
+            yield completed(samples, first_round, size)[start : start + part]
+        else:
             yield samples[start : start + part]
 
 

@@ -71,23 +71,25 @@ class CombinedLoader:
 
         In `"sequential"` mode `batch_idx` counts within a loader. In other modes `dataloader_idx` is 0.
         """
-        if self.mode != "sequential":
-            return ((batch, idx, 0) for idx, batch in enumerate(self._batches()))
-        return (
-            (batch, idx, which)
-            for which, member in enumerate(self.flattened)
-            for idx, batch in enumerate(_batches_of(member))
-        )
+        if self.mode == "sequential":
+            return self._one_after_another()
+        return ((batch, batch_idx, 0) for batch_idx, batch in enumerate(self._batches()))
+
+    def _one_after_another(self) -> Iterator[tuple[Any, int, int]]:
+        for dataloader_idx, member in enumerate(self.flattened):
+            for batch_idx, batch in enumerate(_batches_of(member)):
+                yield batch, batch_idx, dataloader_idx
 
     def _batches(self) -> Iterator[Any]:
         members = self.flattened
         if self.mode == "sequential":
             return itertools.chain.from_iterable(_batches_of(member) for member in members)
-        begun = [_batches_of(member) for member in members]
-        return _Rounds(self.iterables, self.mode, begun, lambda which, cycle: _batches_of(members[which]))
+        batches = [_batches_of(member) for member in members]
+        return _Rounds(self.iterables, self.mode, batches, lambda which, cycle: _batches_of(members[which]))
 
 
 def _batches_of(member: Iterable[Any]) -> Iterator[Any]:
+    # As a member, a CombinedLoader gives its batches without their indices.
     return member._batches() if isinstance(member, CombinedLoader) else iter(member)
 
 
@@ -115,8 +117,13 @@ class PreparedCombined(PreparedLoader):
     def samples_in_round(self, batch: int) -> int | None:
         if self.raw.mode not in ("min_size", "max_size"):
             return None
-        samples = [m.samples_in_round(batch) for m in self._members]
-        return None if None in samples else sum(s for s in samples if s is not None)
+        total = 0
+        for member in self._members:
+            samples = member.samples_in_round(batch)
+            if samples is None:
+                return None
+            total += samples
+        return total
 
     @property
     def stateful(self) -> bool:
@@ -135,36 +142,48 @@ class PreparedCombined(PreparedLoader):
             member.check_resume(batch, has_state=has_state and self.stateful)
 
     def _own_state(self) -> dict[str, list[Any]]:
+        num = len(self._members)
         rounds = self._rounds
-        fresh = [False] * len(self._members)
         return {
             "members": [member.state_dict() if member.stateful else None for member in self._members],
-            "ended": fresh if rounds is None else list(rounds.ended),
-            "cycles": [int(n) for n in fresh] if rounds is None else list(rounds.cycles),
+            "ended": [False] * num if rounds is None else list(rounds.ended),
+            "cycles": [0] * num if rounds is None else list(rounds.cycles),
         }
 
     def _load_own(self, state: Mapping[str, list[Any]], *, at_epoch_start: bool) -> None:
-        for member, own in zip(self._members, state["members"], strict=True):
-            if own is not None:
-                member.load_state_dict(own, at_epoch_start=at_epoch_start)
+        for member, member_state in zip(self._members, state["members"], strict=True):
+            if member_state is not None:
+                member.load_state_dict(member_state, at_epoch_start=at_epoch_start)
+        # A new epoch starts with the first pass of every member.
         self._resumed_at = None if at_epoch_start else state
 
     def position(self, batch: int) -> dict[str, int]:
         if self.raw.mode in ("max_size_cycle", "sequential"):
             # Ranks reach a member's end in different rounds, so the position is not valid for another number of ranks.
             return super().position(batch)
+        # Two members: {"batch": 3, "0.batch": 3, "0.samples": 24, "1.batch": 3, "1.samples": 12}.
         place = {"batch": batch}
         for index, member in enumerate(self._members):
-            place.update({f"{index}.{key}": value for key, value in member.position(batch).items()})
+            for key, value in member.position(batch).items():
+                place[f"{index}.{key}"] = value
         return place
 
     def facts(self) -> dict[str, Any]:
-        return {f"{index}.{key}": n for index, m in enumerate(self._members) for key, n in m.facts().items()}
+        facts = {}
+        for index, member in enumerate(self._members):
+            for key, value in member.facts().items():
+                facts[f"{index}.{key}"] = value
+        return facts
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         for index, member in enumerate(self._members):
-            own = {key.partition(".")[2]: n for key, n in (resume or {}).items() if key.startswith(f"{index}.")}
-            member.set_epoch(epoch, own or None)
+            prefix = f"{index}."
+            of_member = {}
+            for key, value in (resume or {}).items():
+                if key.startswith(prefix):
+                    of_member[key.removeprefix(prefix)] = value
+            # Empty in the modes whose position has no parts: members then begin the epoch, and `_open` seeks.
+            member.set_epoch(epoch, of_member or None)
 
     def count_batches(self) -> None:
         for member in self._members:
@@ -180,17 +199,19 @@ class PreparedCombined(PreparedLoader):
             member.close()
 
     def _count(self) -> list[int] | None:
-        by_member = [member.counts for member in self._members]
-        known = [counts for counts in by_member if counts is not None]
-        if len(known) < len(by_member):
-            return None
-        if self.raw.mode == "max_size" and self.options.stage == "train" and not self._has_warned:
-            for index, counts in enumerate(known):
+        by_member: list[list[int]] = []
+        for member in self._members:
+            if member.counts is None:
+                return None
+            by_member.append(member.counts)
+        ends_in_training = self.raw.mode == "max_size" and self.options.stage == "train"
+        if ends_in_training and not self._has_warned:
+            for index, counts in enumerate(by_member):
                 if min(counts) != max(counts):
-                    self._warn(index, counts)
-        return [combined_count(self.raw.mode, list(of_rank)) for of_rank in zip(*known, strict=True)]
+                    self._warn_of_uneven_ranks(index, counts)
+        return [combined_count(self.raw.mode, list(of_rank)) for of_rank in zip(*by_member, strict=True)]
 
-    def _warn(self, index: int, counts: list[int]) -> None:
+    def _warn_of_uneven_ranks(self, index: int, counts: list[int]) -> None:
         self._has_warned = True
         if self.options.rank == 0:
             warnings.warn(
@@ -203,45 +224,58 @@ class PreparedCombined(PreparedLoader):
 
     def _open(self, start_batch: int) -> Iterator[Any]:
         mode = self.raw.mode
-        rank = self.options.rank
         if mode == "sequential":
             return self._sequence(start_batch)
         resumed = self._resumed_at
         self._resumed_at = None
         ended = list(resumed["ended"]) if resumed else [False] * len(self._members)
-        begun: list[tuple[Iterator[Any], int]] = []
+        cycles = [0] * len(self._members)
+        batches: list[Iterator[Any]] = []
         for index, member in enumerate(self._members):
-            if mode != "max_size_cycle":
-                over = ended[index] and member.stateful
-                begun.append((iter(()) if over else member.iterate(start_batch), 0))
-            else:
-                cycle, place = member.place_in_cycles(start_batch)
+            if mode == "max_size_cycle":
                 if resumed and member.stateful:
-                    cycle = resumed["cycles"][index]
+                    # Its own state is the position within the pass.
+                    cycles[index] = resumed["cycles"][index]
                     place = start_batch
-                begun.append((member.cycle(cycle, place), cycle))
+                else:
+                    cycles[index], place = member.place_in_cycles(start_batch)
+                batches.append(member.cycle(cycles[index], place))
+            elif ended[index] and member.stateful:
+                batches.append(iter(()))  # after its end, an iterable with a state would start from its beginning
+            else:
+                batches.append(member.iterate(start_batch))
+        # Resumed members that seek have no record of their end: members of 4 and 3 batches continue after 3 rounds with
+        # the last batch of one and the second pass of the other. The number of rounds is therefore a limit, if known.
+        limit = None
+        if mode == "max_size_cycle" and self.counts is not None:
+            limit = self.counts[self.options.rank] - start_batch
         self._rounds = _Rounds(
             self._tree,
             mode,
-            [batches for batches, _ in begun],
+            batches,
             lambda which, cycle: self._members[which].cycle(cycle, 0),
             ended=ended,
-            cycles=[cycle for _, cycle in begun],
-            limit=self.counts[rank] - start_batch if mode == "max_size_cycle" and self.counts is not None else None,
+            cycles=cycles,
+            limit=limit,
             most_empty=self.options.world,
         )
         return self._rounds
 
     def _sequence(self, start_batch: int) -> Iterator[Any]:
-        starts = []
+        # Members of 3 and 5 batches from batch 4 on: the first one is skipped, and the second begins at its batch 1.
+        starts: list[tuple[PreparedLoader, int]] = []
+        num_to_skip = start_batch
         for member in self._members:
-            count = member.counts[self.options.rank] if member.counts is not None else 0
-            here = start_batch if member.counts is None else min(start_batch, count)
-            start_batch -= here
-            if member.counts is None or here < count:
-                starts.append((member, here))
+            if member.counts is None:
+                starts.append((member, num_to_skip))
+                num_to_skip = 0
+                continue
+            count = member.counts[self.options.rank]
+            if num_to_skip < count:
+                starts.append((member, num_to_skip))
+            num_to_skip = max(0, num_to_skip - count)
         # Opened one by one: workers of a later member start only when it is read.
-        return itertools.chain.from_iterable(member.iterate(here) for member, here in starts)
+        return itertools.chain.from_iterable(member.iterate(start) for member, start in starts)
 
     def filler(self) -> Any:
         if self.raw.mode == "sequential":
@@ -264,9 +298,11 @@ class _Rounds:
         limit: int | None = None,
         most_empty: int = 1,
     ) -> None:
-        """Store the arguments. `reopen(which, cycle)` opens member `which` for its pass `cycle`. `limit` is the maximum
-        number of trees. `ended` and `cycles` contain each member's state: it has ended; number of its current pass.
-        A rank may have no batch in up to `most_empty` passes of a short member, one after the other.
+        """Store the arguments.
+
+        `reopen(which, cycle)` opens member `which` for its pass `cycle`. `ended` and `cycles` contain for each member
+        whether it has ended at least once, and the number of its current pass. `limit` is the maximum number of trees.
+        `most_empty` is the number of passes after which a member without a batch is an error.
         """
         self._tree = tree
         self._mode = mode
@@ -285,11 +321,11 @@ class _Rounds:
             if self._limit <= 0:
                 raise StopIteration
             self._limit -= 1
-        drawn = [self._draw(which) for which in range(len(self._batches))]
+        batches = iter([self._draw(which) for which in range(len(self._batches))])
+        # The last member has ended in this round, so no member gave a batch of its first pass.
         if self._mode != "min_size" and all(self.ended):
             raise StopIteration
-        values = iter(drawn)
-        return map_leaves(lambda _: next(values), self._tree)
+        return map_leaves(lambda _: next(batches), self._tree)
 
     def _draw(self, which: int) -> Any:
         batch = next(self._batches[which], _END)
@@ -300,6 +336,7 @@ class _Rounds:
             raise StopIteration
         if self._mode == "max_size" or all(self.ended):
             return None
+        # A member of 1 batch on 3 ranks: its passes go to the ranks in turn, so a rank has no batch in two of three.
         for _ in range(self._most_empty):
             self.cycles[which] += 1
             self._batches[which] = self._reopen(which, self.cycles[which])
@@ -313,7 +350,9 @@ def combined_count(mode: Mode, counts: list[int]) -> int:
     """Return the number of batches of a combination in `mode`, from the numbers of its members."""
     if mode == "min_size":
         return min(counts)
-    return sum(counts) if mode == "sequential" else max(counts)
+    if mode == "sequential":
+        return sum(counts)
+    return max(counts)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
@@ -324,7 +363,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
 
     if isinstance(tree, Mapping):
         return {key: map_entry(value) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named tuple
         return type(tree)(*map(map_entry, tree))
     if isinstance(tree, tuple):
         return type(tree)(map(map_entry, tree))
@@ -346,11 +385,13 @@ def members_of(tree: Sequence[Any] | Mapping[Any, Any]) -> list[Any]:
 
 def is_list_of_values(value: object) -> bool:
     """Return whether a list contains numbers and texts only. Such a list in a list is a loader, not a batch."""
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(one, (int, float, str)) for one in value)
+    if not isinstance(value, list) or len(value) == 0:
+        return False
+    return all(isinstance(entry, (int, float, str)) for entry in value)
 
 
 def leaves_of(tree: object) -> list[Any]:
     """Return the leaves that `map_leaves` visits, in its order."""
-    found: list[Any] = []
-    map_leaves(found.append, tree)
-    return found
+    leaves: list[Any] = []
+    map_leaves(leaves.append, tree)
+    return leaves

@@ -61,14 +61,16 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         raise ConfigurationError(
             f"{name}={limit!r} is a fraction of an epoch, but the loader has no length. Pass an int, or 1.0 for all."
         )
-    if not (found := int(limit * num_batches)) and num_batches:
+    batches = int(limit * num_batches)
+    if batches == 0 and num_batches > 0:
+        # The least fraction that gives one batch, rounded up to a few digits: 0.334 for 3 batches.
         digits = 100 * 10 ** len(str(num_batches))
         least = math.ceil(digits / num_batches) / digits
         raise ConfigurationError(
             f"{name}={limit!r} of {num_batches} batches is less than one. Use at least {least:g}, or a number of "
             "batches such as 1; 0 skips all of them."
         )
-    return found
+    return batches
 
 
 def iterate_groups(
@@ -127,34 +129,41 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
     first = start_batch
     if accumulate == 1:
         # All rounds but the epoch's last are equal, so that nothing is computed for them.
-        plain = min(rounds, loader.num_full_rounds) - 1
+        num_equal_rounds = min(rounds, loader.num_full_rounds) - 1
         samples = loader.samples_in_round(first)
         draw = batches.__next__
         last = rounds - 1
         try:
-            while first < plain:
+            while first < num_equal_rounds:
+                # The group is not stored: its batch is freed when the loop drops it, before the next one is drawn.
                 yield Group([draw()], first, False, samples)
                 first += 1
             while first <= last:
-                ending = _group(loader, [draw()], first, first + 1, is_last=first == last)
-                if ending.is_last:
+                group = _group(loader, [draw()], first, first + 1, is_last=first == last)
+                if group.is_last:
                     _finish(loader, batches, rounds)
-                yield ending
-                del ending
+                yield group
+                del group
                 first += 1
         except StopIteration:
-            _ended_early(loader, first, rounds)
+            _report_early_end(loader, first, rounds)
         return
     while first < rounds:
         stop = min(first + accumulate, rounds)
-        group = _take(loader, batches, first, stop, rounds)
-        if group is None:
-            return
-        ended = group.is_last
-        if ended:
+        taken = list(itertools.islice(batches, stop - first))
+        is_short = len(taken) < stop - first
+        if is_short:
+            stop = first + len(taken)
+            _report_early_end(loader, stop, rounds)
+            if not taken:
+                return
+        is_last = is_short or stop == rounds
+        group = _group(loader, taken, first, stop, is_last=is_last)
+        del taken
+        if is_last:
             _finish(loader, batches, rounds)
         yield group
-        if ended:
+        if is_last:
             return
         first = stop
         del group
@@ -173,26 +182,20 @@ def check_end(loader: PreparedLoader, batch: int, limit: int | None) -> None:
         TrainwrightWarning: the loader returned fewer batches. A ConfigurationError with several ranks in lock step.
     """
     counts = loader.counts
-    if counts is not None:
-        rounds = loader.num_batches if loader.options.in_lockstep else counts[loader.options.rank]
-        if rounds is not None and batch < (rounds if limit is None else min(rounds, limit)):
-            _ended_early(loader, batch, rounds)
-
-
-def _take(loader: PreparedLoader, batches: Iterator[Any], first: int, stop: int, rounds: int) -> Group | None:
-    taken = list(itertools.islice(batches, stop - first))
-    if len(taken) == stop - first:
-        return _group(loader, taken, first, stop, is_last=stop == rounds)
-    _ended_early(loader, first + len(taken), rounds)
-    return _group(loader, taken, first, first + len(taken), is_last=True) if taken else None
+    if counts is None:
+        return
+    rounds = loader.num_batches if loader.options.in_lockstep else counts[loader.options.rank]
+    if rounds is None:
+        return
+    expected = rounds if limit is None else min(rounds, limit)
+    if batch < expected:
+        _report_early_end(loader, batch, rounds)
 
 
 def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *, is_last: bool) -> Group:
     """Return the group of the rounds `first <= i < stop`. Weights and sizes are computed without communication."""
     group = Group(batches, first, is_last)
-    samples = [loader.samples_in_round(i) for i in range(first, stop)]
-    if None not in samples:
-        group.num_samples = sum(s for s in samples if s is not None)
+    group.num_samples = _samples_in_rounds(loader, first, stop)
     if stop > loader.num_full_rounds:
         real = [loader.has_batch(i) for i in range(first, stop)]
         total = sum(loader.real_ranks(i) for i in range(first, stop))
@@ -200,14 +203,27 @@ def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *,
     return group
 
 
+def _samples_in_rounds(loader: PreparedLoader, first: int, stop: int) -> int | None:
+    total = 0
+    for i in range(first, stop):
+        samples = loader.samples_in_round(i)
+        if samples is None:
+            return None
+        total += samples
+    return total
+
+
 def _weigh(group: Group, real: list[bool], num_real: int, world: int) -> None:
     """Set the weights of a group if some rank has padding in it. `real` is False for this rank's padding."""
+    # Two ranks with 2 and 1 real micro-batches: each of these three has weight 2/3. Ranks average their gradients, so
+    # it contributes 1/3 to the mean.
     if num_real < len(real) * world:
         group.num_real = num_real
         group.weights = [world / num_real if is_real else 0.0 for is_real in real]
 
 
-def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
+def _report_early_end(loader: PreparedLoader, batch: int, rounds: int) -> None:
+    """Warn that a loader ended after `batch` of its declared `rounds`, or raise the error if other ranks wait."""
     options = loader.options
     message = f"{options.title} ended after {batch} of the {rounds} batches of its declared length."
     if options.world > 1 and options.in_lockstep:
@@ -222,7 +238,7 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
     if limit is not None and start_batch >= limit:
         return
     batches = loader.iterate(start_batch)
-    ahead, _ = loader.take_ahead(batches)
+    ahead, _ = loader.take_ahead(batches)  # [batch], or [] at the end
     first = start_batch
     while ahead:
         size = accumulate if limit is None else min(accumulate, limit - first)
@@ -232,6 +248,7 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
         del taken
         loader.release_state()
         if first != limit:
+            # A checkpoint of this step must not count the next batch as consumed.
             loader.hold_state()
             ahead.extend(itertools.islice(batches, 1))
         group.is_last = not ahead
@@ -256,18 +273,22 @@ class _Agreement:
         `can_replay` if this rank has a batch to pad with. Return the group's numbers of rounds (0 ends the epoch) and
         of real micro-batches on all ranks, and True if another group follows.
         """
-        told = self.agree([have, int(has_more), int(can_replay)])
-        counts = [row[0] for row in told]
-        more = [bool(row[1]) for row in told]
+        of_ranks = self.agree([have, int(has_more), int(can_replay)])
+        counts = [row[0] for row in of_ranks]
+        more = [bool(row[1]) for row in of_ranks]
+        all_can_replay = all(row[2] for row in of_ranks)
         if first == 0 and max(counts) == 0:
             raise ConfigurationError(f"{name} is empty: no rank got a batch. Check the data set.")
         if self.uneven == "stop":
             rounds = min(counts)
             return rounds, rounds * self.world, all(more)
-        if max(counts) > 0 and not all(row[2] for row in told):
-            raise uneven_error(name, [first + count for count in counts], self.uneven)  # nothing to replay
-        if self.uneven == "error" and (min(counts) < max(counts) or any(more) != all(more)):
-            raise uneven_error(name, [first + n + has_more for n, has_more in zip(counts, more, strict=True)], "error")
+        if max(counts) > 0 and not all_can_replay:
+            raise uneven_error(name, [first + count for count in counts], self.uneven)
+        is_uneven = min(counts) < max(counts) or any(more) != all(more)
+        if self.uneven == "error" and is_uneven:
+            # At least so many: a rank with more batches has fetched one of them.
+            batches = [first + count + more_of_rank for count, more_of_rank in zip(counts, more, strict=True)]
+            raise uneven_error(name, batches, "error")
         return max(counts), sum(counts), any(more)
 
 
@@ -280,39 +301,43 @@ def _agreeing(
     name = loader.options.title
     batches = loader.iterate(start_batch)
     loader.hold_state()
-    begun_at = loader.held_state
+    start_state = loader.held_state
     # The spare is a real batch to pad with, kept only after this rank has no more batches.
     ahead, spare = loader.take_ahead(batches)
     if spare:
-        loader.keep_run_out(begun_at)
+        loader.keep_run_out(start_state)
     first = start_batch
     while True:
         size = accumulate if limit is None else min(accumulate, limit - first)
-        mine = [*ahead, *itertools.islice(batches, size - len(ahead))] if ahead else []
-        ahead.clear()
-        have = len(mine)
-        before = loader.held_state
-        if have:
+        taken: list[Any] = []
+        if ahead:
+            taken = [*ahead, *itertools.islice(batches, size - 1)]
+            ahead.clear()
+        have = len(taken)
+        state_before = loader.held_state
+        if have > 0:
             loader.release_state()
         if have == size and first + have != limit:
             loader.hold_state()
             ahead.extend(itertools.islice(batches, 1))
-        if have and not ahead:
-            loader.keep_run_out(before)
-        if mine and not ahead:
-            spare = [copy_containers(mine[-1])]  # the step may change its batch
-        rounds, total_real, more = agreement.reach(
-            name, first, have, has_more=bool(ahead), can_replay=bool(mine or spare)
+        if have > 0 and not ahead:
+            loader.keep_run_out(state_before)
+            spare = [copy_containers(taken[-1])]  # the step may change its batch
+        rounds, num_real, has_next = agreement.reach(
+            name, first, have, has_more=bool(ahead), can_replay=bool(taken or spare)
         )
         if rounds == 0:
             return
-        group = Group([*mine[:rounds], *(copy_containers(spare[0]) for _ in range(rounds - have))], first, not more)
-        if not more:
+        # Other ranks may have more batches than this one, or with the policy "stop" fewer.
+        padding = [copy_containers(spare[0]) for _ in range(rounds - have)]
+        group = Group([*taken[:rounds], *padding], first, not has_next)
+        del taken
+        del padding
+        if not has_next:
             loader.release_state()
-        _weigh(group, [i < have for i in range(rounds)], total_real, agreement.world)
-        del mine
+        _weigh(group, [i < have for i in range(rounds)], num_real, agreement.world)
         first += rounds
         yield group
-        if not more:
+        if not has_next:
             return
         del group

@@ -73,6 +73,8 @@ def _shard_of(rank: int, world: int) -> tuple[int, int]:
     worker = get_worker_info()
     if worker is None:
         return rank, world
+    # Two ranks with two workers: worker 0 of ranks 0 and 1 has shards 0 and 1, worker 1 has shards 2 and 3. A loader
+    # takes batches from its workers in turn, so rank 0 of a ShardedIterable gets blocks 0, 2, 4 and so on, in order.
     return worker.id * world + rank, worker.num_workers * world
 
 
@@ -132,14 +134,14 @@ class ShardedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if sets_epoch(self.dataset):
             self.dataset.set_epoch(int(self._epoch))
-        return self._mine(iter(self.dataset), 0)
+        return self._samples_of_process(iter(self.dataset), 0)
 
-    def _mine(self, samples: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yield the samples of this process. `first` is the number of the first sample in `samples`."""
-        worker = get_worker_info()
-        worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        mine = worker_id * self.world + self.rank
-        return _blocks(samples, self.block or 1, mine, workers * self.world, first)
+    def _samples_of_process(self, samples: Iterator[Any], first: int) -> Iterator[Any]:
+        """Return the samples of this process. `first` is the number of the first sample in `samples`."""
+        index, count = _shard_of(self.rank, self.world)
+        if count == 1:
+            return samples
+        return _every_nth_block(samples, self.block or 1, index, count, first)
 
     def __len__(self) -> int:
         """Return the length of the complete data set. Raises TypeError if it has none."""
@@ -163,21 +165,22 @@ class _KeptShard(ShardedIterable):
     def __init__(self, dataset: Iterable[Any], *, block: int | None = None) -> None:
         super().__init__(dataset, block=block)
         self._num_read = 0
-        self._go_on_at = 0
+        self._resume_at = 0  # of the next pass only
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_read": self._num_read, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dataset.load_state_dict(state["dataset"])
-        self._num_read = self._go_on_at = int(state["num_read"])
+        self._num_read = int(state["num_read"])
+        self._resume_at = self._num_read
 
     def __iter__(self) -> Iterator[Any]:
-        self._num_read = self._go_on_at
-        self._go_on_at = 0
+        self._num_read = self._resume_at
+        self._resume_at = 0
         if sets_epoch(self.dataset):
             self.dataset.set_epoch(int(self._epoch))
-        return self._mine(self._counted(iter(self.dataset)), self._num_read)
+        return self._samples_of_process(self._counted(iter(self.dataset)), self._num_read)
 
     def _counted(self, samples: Iterator[Any]) -> Iterator[Any]:
         for sample in samples:
@@ -185,13 +188,14 @@ class _KeptShard(ShardedIterable):
             yield sample
 
 
-def _blocks(samples: Iterator[Any], block: int, mine: int, count: int, first: int) -> Iterator[Any]:
-    if count == 1:
-        return samples
+def _every_nth_block(samples: Iterator[Any], block: int, index: int, count: int, first: int) -> Iterator[Any]:
+    """Return the samples of the blocks b with b mod count = index. Sample `first` is the first of `samples`."""
+    # Blocks of 2 for index 1 of 3: samples 2 and 3 of each 6 are selected. From sample 3 on, the first one is selected,
+    # then 4 are not, and so on.
     period = block * count
-    keep = [mine * block <= place < (mine + 1) * block for place in range(period)]
-    begin = first % period
-    return itertools.compress(samples, itertools.cycle(keep[begin:] + keep[:begin]))
+    is_selected = [place // block == index for place in range(period)]
+    start = first % period
+    return itertools.compress(samples, itertools.cycle(is_selected[start:] + is_selected[:start]))
 
 
 class ByShardMethod(IterableDataset[Any]):
@@ -230,11 +234,15 @@ class KeptStream(IterableDataset[Any]):
     data set that resets its position at its end would then restart and repeat samples.
     """
 
+    # In a worker, `get_worker_info().dataset` is this object. Code that reads or sets its attributes means those of the
+    # data set.
+
     def __init__(self, dataset: StatefulIterable) -> None:
         vars(self).update(dataset=dataset, _has_ended=False, _ends_at_once=False)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # being unpickled, or copied
+        # While it is copied or unpickled, the object has no attributes, and reading one would recurse.
+        if name == "dataset" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -254,7 +262,8 @@ class KeptStream(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. The next iteration is empty if the saved iteration had ended."""
         self.dataset.load_state_dict(state["dataset"])
-        self._has_ended = self._ends_at_once = state["has_ended"]
+        self._has_ended = state["has_ended"]
+        self._ends_at_once = self._has_ended
 
     def __iter__(self) -> Iterator[Any]:
         self._has_ended = self._ends_at_once
@@ -262,7 +271,7 @@ class KeptStream(IterableDataset[Any]):
         if self._has_ended:
             return iter(())
         samples = iter(self.dataset)
-        is_stateful = keeps_state(samples)
+        is_stateful = keeps_state(samples)  # torchdata then saves the iterator's own state
         return samples if is_stateful else self._watched(samples)
 
     def __len__(self) -> int:
@@ -276,7 +285,8 @@ class KeptStream(IterableDataset[Any]):
 
 def keeps_state(source: object) -> TypeGuard[StatefulIterable]:
     """Return whether an object has `state_dict` and `load_state_dict`."""
-    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+    methods = ("state_dict", "load_state_dict")
+    return all(callable(getattr(source, method, None)) for method in methods)
 
 
 def has_shard_method(dataset: object) -> TypeGuard[HasShards]:
@@ -296,11 +306,9 @@ def has_shard_method(dataset: object) -> TypeGuard[HasShards]:
 
 def is_divided(dataset: object) -> bool:
     """Return whether an iterable data set declares how it is divided over ranks and workers."""
-    return (
-        isinstance(dataset, ShardedIterable)
-        or getattr(dataset, "is_sharded", False) is True
-        or has_shard_method(dataset)
-    )
+    if isinstance(dataset, ShardedIterable) or has_shard_method(dataset):
+        return True
+    return getattr(dataset, "is_sharded", False) is True
 
 
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
@@ -314,14 +322,16 @@ def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, 
     if getattr(dataset, "is_sharded", False) is True:
         return dataset
     if has_shard_method(dataset):
-        return (_KeptPart if keeps_state(dataset) else ByShardMethod)(dataset, rank, world)
+        kind = _KeptPart if keeps_state(dataset) else ByShardMethod
+        return kind(dataset, rank, world)
     if world == 1 and num_workers <= 1:
         return dataset
-    kind = type(dataset).__name__
+    name_of_class = type(dataset).__name__
+    num_readers = max(1, num_workers)
     raise ConfigurationError(
-        f"{name}: the iterable data set {kind} would be read completely by each of {world} ranks × "
-        f"{max(1, num_workers)} loader workers, so every sample would be seen {world * max(1, num_workers)} times. "
-        f"Declare how it is divided: wrap it, ShardedIterable({kind}(...)); or give it a method shard(index, count) "
+        f"{name}: the iterable data set {name_of_class} would be read completely by each of {world} ranks × "
+        f"{num_readers} loader workers, so every sample would be seen {world * num_readers} times. Declare how it is "
+        f"divided: wrap it, ShardedIterable({name_of_class}(...)); or give it a method shard(index, count) "
         "that returns an iterable over its part; or divide it in __iter__ with shard_info() and set is_sharded = True "
         "on it. Or, if each process has its own data, pass Trainer(use_distributed_sampler=False)."
     )

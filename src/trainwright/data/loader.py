@@ -91,9 +91,11 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
             TrainwrightWarning,
             stacklevel=2,
         )
-    if isinstance(loader, Sized) and hasattr(loader, "__getitem__") and not isinstance(loader, (Mapping, str)):
+    is_refused = isinstance(loader, (Mapping, str))  # iterating gives keys or letters, not batches
+    has_indices = isinstance(loader, Sized) and hasattr(loader, "__getitem__")
+    if has_indices and not is_refused:
         return PreparedSequence(cast("Indexed", loader), options)
-    if not hasattr(loader, "__iter__") or isinstance(loader, (Mapping, str)):
+    if is_refused or not hasattr(loader, "__iter__"):
         raise ConfigurationError(
             f"{options.title}: {type(loader).__name__} is not a loader. Expected a DataLoader, a list of batches, "
             "another iterable of batches, or a CombinedLoader."
@@ -123,7 +125,9 @@ def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if size is not None:
         check_divisible(size, options.world)
-    return replace(options, uneven="stop") if getattr(loader, "drop_last", False) else options
+    if loader.drop_last:
+        return replace(options, uneven="stop")
+    return options
 
 
 class _PreparedByIndex(PreparedLoader):
@@ -133,6 +137,7 @@ class _PreparedByIndex(PreparedLoader):
 
     def use(self, options: LoaderOptions) -> None:
         super().use(options)
+        # The numbers of batches depend on it.
         self._dealer.completes = self._completes
         if self._is_dealt:
             self._counts = self._dealer.counts()
@@ -143,7 +148,9 @@ class _PreparedByIndex(PreparedLoader):
         return True
 
     def position(self, batch: int) -> dict[str, int]:
-        return self._dealer.position(batch) if self._is_dealt else super().position(batch)
+        if self._is_dealt:
+            return self._dealer.position(batch)
+        return super().position(batch)
 
     def real_rows(self, batch: int) -> int | None:
         return self._dealer.real_rows(batch) if self._completes else None
@@ -166,8 +173,10 @@ class _PreparedByIndex(PreparedLoader):
         world = self.options.world
         if not length:
             return super().place_in_cycles(start_batch)
-        cycle, place = divmod(start_batch * world + self.options.rank, length)
-        return cycle, place // world
+        # n = 3, two ranks: batch 2 of rank 1 is micro-batch 5 of all passes, which is micro-batch 2 of pass 1. Rank 1
+        # has 0 and 2 in this pass, so it is the rank's batch 1 there.
+        cycle, micro_batch = divmod(start_batch * world + self.options.rank, length)
+        return cycle, micro_batch // world
 
     def cycle(self, cycle: int, start_batch: int) -> Iterator[Any]:
         length = self._cycle_length
@@ -175,6 +184,7 @@ class _PreparedByIndex(PreparedLoader):
         if not length or cycle == 0:
             return super().cycle(cycle, start_batch)
         try:
+            # This rank's first micro-batch in the pass. In pass 1 of the example, rank 0 has 1 and rank 1 has 0.
             self._dealer.rank = (rank - cycle * length) % self.options.world
             return super().cycle(cycle, start_batch)
         finally:
@@ -186,12 +196,16 @@ class _PreparedByIndex(PreparedLoader):
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         if sets_epoch(self._loader):  # first: its length may depend on the epoch
             self._loader.set_epoch(epoch)
-        # What other ranks have consumed says nothing about a loader that is this rank's own affair.
-        self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
+        if resume is not None and not self._is_dealt:
+            # Samples and micro-batches are counted over all ranks. This rank's own data is read by this rank alone.
+            resume = {"batch": resume["batch"]}
+        self._dealer.set_epoch(epoch, resume)
 
     def _count(self) -> list[int] | int | None:
         counts = self._dealer.counts()
-        return counts if self._is_dealt or counts is None else counts[0]
+        if counts is None or self._is_dealt:
+            return counts
+        return counts[0]
 
 
 class PreparedDataLoader(_PreparedByIndex):
@@ -207,10 +221,14 @@ class PreparedDataLoader(_PreparedByIndex):
                 f"{options.title} got a state by load_state_dict before it was passed to the Trainer. The position in "
                 "map-style data is counted in samples and saved in checkpoints. Pass a new loader, and ckpt_path."
             )
-        more: dict[str, Any] = {slot: dealer, "worker_init_fn": options.worker_start(loader.worker_init_fn)}
+        changes: dict[str, Any] = {
+            slot: dealer,
+            "worker_init_fn": options.worker_start(loader.worker_init_fn),
+            "generator": self._seeds.generator,
+        }
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
-            more["dataset"] = OneByOne(cast("Indexed", loader.dataset))
-        self._loader = copy_loader(loader, generator=self._seeds.generator, **more)
+            changes["dataset"] = OneByOne(cast("Indexed", loader.dataset))
+        self._loader = copy_loader(loader, **changes)
         _warn_of_workers_without_epoch(loader, options, "Do not use persistent workers.")
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
@@ -228,10 +246,14 @@ class PreparedDataLoader(_PreparedByIndex):
         return 0 if self._is_split else super().num_full_rounds
 
     def has_batch(self, batch: int) -> bool:
-        return self._dealer.has_batch(batch) if self._is_split else super().has_batch(batch)
+        if self._is_split:
+            return self._dealer.has_batch(batch)
+        return super().has_batch(batch)
 
     def real_ranks(self, batch: int) -> int:
-        return self._dealer.real_ranks(batch) if self._is_split else super().real_ranks(batch)
+        if self._is_split:
+            return self._dealer.real_ranks(batch)
+        return super().real_ranks(batch)
 
     @property
     def _is_split(self) -> bool:
@@ -239,12 +261,14 @@ class PreparedDataLoader(_PreparedByIndex):
         return isinstance(self._dealer, SplitBatchShard)
 
     def samples_in_round(self, batch: int) -> int | None:
-        return self._dealer.samples_in_round(batch) if self._is_dealt and self.batch_size is not None else None
+        if not self._is_dealt or self.batch_size is None:
+            return None
+        return self._dealer.samples_in_round(batch)
 
     def indices(self) -> Iterator[list[int]] | None:
         if not isinstance(self._dealer, ShardedBatchSampler):
             return None
-        twin = copy.copy(self._dealer)  # the dealer itself is read ahead by the loader
+        twin = copy.copy(self._dealer)  # the loader's workers read ahead of the loop, from the dealer itself
         twin.seeding = "none"
         twin.single = False
         twin.start(0)
@@ -305,10 +329,10 @@ class PreparedIterable(PreparedLoader):
                 f"per_sample_rng=True, but {options.title} reads an iterable, whose samples have no index to derive "
                 "their randomness from. Use a map-style data set, or remove per_sample_rng."
             )
-        batched = loader if isinstance(loader, DataLoader) else None
-        dataset: Any = loader if batched is None else batched.dataset
-        self._num_workers = 0 if batched is None else batched.num_workers
-        self._batch_size = None if batched is None else batched.batch_size
+        data_loader = loader if isinstance(loader, DataLoader) else None
+        dataset: Any = loader if data_loader is None else data_loader.dataset
+        self._num_workers = 0 if data_loader is None else data_loader.num_workers
+        self._batch_size = None if data_loader is None else data_loader.batch_size
         if options.split_batches and self._batch_size is not None:
             self._batch_size //= options.world
         if options.use_distributed_sampler:
@@ -320,43 +344,56 @@ class PreparedIterable(PreparedLoader):
                 block=self._batch_size or 1,
                 name=options.title,
             )
-        super().__init__(loader, options, dealer=self._arithmetic(dataset, loader, options))
+        super().__init__(loader, options, dealer=self._counting_dealer(dataset, loader, options))
         self._dataset = dataset
         self._seeds: _WorkerSeeds | None = None
         self._turns: SeededTurns | None = None
         self._loader = dataset
-        if batched is not None:
-            self._seeds = _WorkerSeeds(batched)
-            init = WorkerPlace(options.rank, options.world, options.worker_start(batched.worker_init_fn))
-            more: dict[str, Any] = {}
-            size = self._batch_size
-            if size is not None and size != batched.batch_size:
-                parts = BatchSampler(batched.sampler, size, batched.drop_last)
-                more = {"batch_size": size, "batch_sampler": parts}
-            if self._num_workers > 0 and keeps_state(loader):
+        if data_loader is not None:
+            self._seeds = _WorkerSeeds(data_loader)
+            if self._num_workers > 0 and keeps_state(data_loader):
                 # A resume starts new workers: their random numbers must not depend on earlier ones.
-                self._turns = SeededTurns(size)
-                more["sampler" if size is None else "batch_sampler"] = self._turns
-                more["dataset"] = KeptStream(dataset) if keeps_state(dataset) else dataset
-            more = {"dataset": dataset, **more}
-            self._loader = copy_loader(batched, worker_init_fn=init, generator=self._seeds.generator, **more)
+                self._turns = SeededTurns(self._batch_size)
+            self._loader = self._copy_for_rank(data_loader, self._seeds.generator)
         self._state_source = self._find_state(dataset)
         # The wrappers that `place_iterable` creates pass the epoch to their workers.
-        if batched is not None and dataset is batched.dataset:
+        if data_loader is not None and dataset is data_loader.dataset:
             advice = "Wrap it in ShardedIterable, or do not use persistent workers."
-            _warn_of_workers_without_epoch(batched, options, advice)
+            _warn_of_workers_without_epoch(data_loader, options, advice)
+
+    def _copy_for_rank(self, loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
+        """Return a copy of the user's loader that reads this rank's part of the data."""
+        options = self.options
+        size = self._batch_size
+        changes: dict[str, Any] = {
+            "dataset": self._dataset,
+            "worker_init_fn": WorkerPlace(options.rank, options.world, options.worker_start(loader.worker_init_fn)),
+            "generator": generator,
+        }
+        if size is not None and size != loader.batch_size:
+            changes["batch_size"] = size
+            changes["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
+        if self._turns is not None:
+            slot = "sampler" if size is None else "batch_sampler"
+            changes[slot] = self._turns
+            if keeps_state(self._dataset):
+                changes["dataset"] = KeptStream(self._dataset)
+        return copy_loader(loader, **changes)
 
     @property
     def batch_size(self) -> int | None:
         return self._batch_size
 
     def samples_in_round(self, batch: int) -> int | None:
-        return None if self._dealer is None or self._batch_size is None else self._dealer.samples_in_round(batch)
+        if self._dealer is None or self._batch_size is None:
+            return None
+        return self._dealer.samples_in_round(batch)
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        for part in {id(part): part for part in (self._loader, self._dataset)}.values():
-            if sets_epoch(part):
-                part.set_epoch(epoch)
+        if sets_epoch(self._loader):
+            self._loader.set_epoch(epoch)
+        if self._dataset is not self._loader and sets_epoch(self._dataset):
+            self._dataset.set_epoch(epoch)
 
     def _count(self) -> list[int] | int | None:
         if self._dealer is not None:
@@ -391,8 +428,9 @@ class PreparedIterable(PreparedLoader):
         return {"num_workers": self._num_workers, "state": self._state_source.state_dict()}
 
     def _load_own(self, state: Mapping[str, Any], *, at_epoch_start: bool) -> None:
-        if at_epoch_start and self._num_workers > 0 and not self._loader.persistent_workers:
-            return  # the state was in workers that have ended with their epoch
+        is_state_of_workers = self._num_workers > 0 and not self._loader.persistent_workers
+        if at_epoch_start and is_state_of_workers:
+            return  # the workers have ended with their epoch
         if state["num_workers"] != self._num_workers:
             raise ConfigurationError(
                 f"{self.options.title}: the checkpoint holds the states of num_workers={state['num_workers']}, which "
@@ -403,12 +441,13 @@ class PreparedIterable(PreparedLoader):
         if at_epoch_start:
             self._begin_pass()  # the pass that has ended; the next one begins where it ended
 
-    def _arithmetic(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
-        """Return a `Dealer` that computes numbers of batches, for a `ShardedIterable` with a length and the default
-        block. Otherwise, return None.
-        """
+    def _counting_dealer(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
+        """Return a `Dealer` that computes numbers of batches but divides nothing, or None if they are unknown."""
+        if not isinstance(dataset, ShardedIterable) or not isinstance(dataset.dataset, Sized):
+            return None
+        # Only blocks of one batch go to the ranks as the batches of a ShardedBatchSampler do.
         size = self._batch_size or 1
-        if not isinstance(dataset, ShardedIterable) or dataset.block != size or not isinstance(dataset.dataset, Sized):
+        if dataset.block != size:
             return None
         drop_last = bool(getattr(loader, "drop_last", False))
         return ShardedBatchSampler(
@@ -419,7 +458,9 @@ class PreparedIterable(PreparedLoader):
         """Return the object whose state is the position: the copied loader, or a data set without workers, or None."""
         if keeps_state(self._loader):
             return self._loader
-        return dataset if self._num_workers == 0 and keeps_state(dataset) else None
+        if self._num_workers == 0 and keeps_state(dataset):
+            return dataset
+        return None  # the state is in a worker, and torch's DataLoader does not return it
 
 
 class _WorkerSeeds:
@@ -453,9 +494,6 @@ def _warn_of_workers_without_epoch(loader: DataLoader[Any], options: LoaderOptio
 def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer, bool]:
     """Return the sampler that replaces the loader's sampler, and whether it divides the data over all ranks."""
     batched = loader.batch_sampler is not None
-    seeding: Seeding = "batch" if loader.num_workers > 0 else "none"
-    if options.per_sample_rng:
-        seeding = "sample in worker" if loader.num_workers > 0 else "sample here"
     divides_itself = _is_distributed(loader)
     # shuffle=False requests the order of the data, whatever the sampler is. A distributed sampler is only replaced if
     # the data is divided here instead.
@@ -465,7 +503,10 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
     is_dealt = options.world == 1
     if options.use_distributed_sampler and (in_order or not divides_itself):
         is_dealt = True
-    rank, world = (options.rank, options.world) if is_dealt else (0, 1)
+    rank = options.rank if is_dealt else 0
+    world = options.world if is_dealt else 1
+    seeding = _seeding(loader, options)
+    completes = options.completes_rounds and world > 1
     dealer: Dealer
     if in_order or _has_default_sampler(loader):
         # A user's SequentialSampler may have another data source than the loader's data set.
@@ -483,16 +524,23 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
             world=world,
             single=not batched,
             seeding=seeding,
-            completes=options.completes_rounds and world > 1,
+            completes=completes,
         )
     else:
-        own: Any = loader.batch_sampler if batched else loader.sampler
+        sampler: Any = loader.batch_sampler if batched else loader.sampler
         kind = SplitBatchShard if options.split_batches and world > 1 else BatchShard
-        completes = options.completes_rounds and world > 1
-        dealer = kind(own, rank=rank, world=world, seed=options.seed, seeding=seeding, completes=completes)
+        dealer = kind(sampler, rank=rank, world=world, seed=options.seed, seeding=seeding, completes=completes)
     if not is_dealt:
         dealer.stream = options.rank
     return dealer, is_dealt
+
+
+def _seeding(loader: DataLoader[Any], options: LoaderOptions) -> Seeding:
+    has_workers = loader.num_workers > 0
+    if options.per_sample_rng:
+        return "sample in worker" if has_workers else "sample here"
+    # Without workers, samples draw from the generators of this process, which checkpoints contain.
+    return "batch" if has_workers else "none"
 
 
 def _has_default_sampler(loader: DataLoader[Any]) -> bool:
@@ -514,9 +562,10 @@ def _has_plain_batches(loader: DataLoader[Any]) -> bool:
 
 def _is_plain(sampler: object, kind: type) -> bool:
     """Return whether a sampler is torch's own, or its replacement in torchdata's StatefulDataLoader."""
-    own = type(sampler)
-    name = (own.__module__, own.__name__)
-    return own is kind or name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
+    if type(sampler) is kind:
+        return True
+    name = (type(sampler).__module__, type(sampler).__name__)  # compared by name: torchdata may not be installed
+    return name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
 
 
 def _shuffles(loader: DataLoader[Any], options: LoaderOptions) -> bool:
@@ -525,14 +574,12 @@ def _shuffles(loader: DataLoader[Any], options: LoaderOptions) -> bool:
     is_random = _is_plain(loader.sampler, RandomSampler)
     if not is_random or options.stage == "train":
         return is_random
-    kept = options.world == 1
+    is_kept = options.world == 1
+    effect = "it is kept." if is_kept else f"with {options.world} ranks the data is visited in its own order."
     warnings.warn(
-        f"{options.title} has shuffle=True. Evaluation does not need it; "
-        + ("it is kept." if kept else f"with {options.world} ranks the data is visited in its own order."),
-        TrainwrightWarning,
-        stacklevel=2,
+        f"{options.title} has shuffle=True. Evaluation does not need it; {effect}", TrainwrightWarning, stacklevel=2
     )
-    return kept
+    return is_kept
 
 
 def _is_distributed(loader: DataLoader[Any]) -> bool:
@@ -544,10 +591,12 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
 def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any]:
     """Return a shallow copy with other attributes. The constructor is not called, so any sub-class is supported."""
     twin = copy.copy(loader)
-    # DataLoader forbids setting some of these once it is built, because an iterator may be using them: not here.
+    # DataLoader.__setattr__ forbids `dataset`, `batch_size` and others after construction, because an iterator may use
+    # them. The copy has no iterator yet.
     vars(twin).update(attributes, _iterator=None)
     if hasattr(twin, "_initial_iter_for_state_dict"):
-        # StatefulDataLoader has created an iterator for its state before; it belongs to the user.
+        # StatefulDataLoader creates an iterator when its state is read, and uses it for the next pass. That iterator
+        # belongs to the original.
         vars(twin)["_initial_iter_for_state_dict"] = False
     return twin
 
@@ -564,5 +613,5 @@ def holds_loaders(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
         entries = tree.values() if isinstance(tree, Mapping) else tree
         if all(map(is_list_of_values, entries)):
             return True
-        tree = next(iter(entries))
+        tree = next(iter(entries))  # down to the first leaf
     return isinstance(tree, (DataLoader, CombinedLoader, Iterator))

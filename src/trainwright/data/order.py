@@ -13,6 +13,7 @@ Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 _WORD = (1 << 64) - 1
+# Constants of SplitMix64, see mix64. Checkpoints depend on them.
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
@@ -76,11 +77,13 @@ class KeyedPermutation:
             raise ValueError(f"n={n} is not in [0, 2**62].")
         self.n = n
         self.key = key & _WORD
+        # 1,000 items: 999 has 10 bits, so words have two halves of 5 bits. 2,000 items: 11 bits, halves of 6.
         self._half_bits = max(_MIN_HALF_BITS, (max(n - 1, 1).bit_length() + 1) // 2)
-        self._rounds = [
-            (np.uint64(derive_key(self.key, 2 * i) | 1), np.uint64(derive_key(self.key, 2 * i + 1)))
-            for i in range(_NUM_ROUNDS)
-        ]
+        self._rounds: list[tuple[np.uint64, np.uint64]] = []
+        for i in range(_NUM_ROUNDS):
+            multiplier = derive_key(self.key, 2 * i) | 1  # odd, so that multiplication is a bijection
+            offset = derive_key(self.key, 2 * i + 1)
+            self._rounds.append((np.uint64(multiplier), np.uint64(offset)))
 
     def __len__(self) -> int:
         return self.n
@@ -121,6 +124,7 @@ class KeyedPermutation:
         right = words & np.uint64((1 << self._half_bits) - 1)
         mixed = np.empty_like(words)
         shifted = np.empty_like(words)
+        # numpy's uint64 arithmetic is modulo 2⁶⁴.
         for multiplier, offset in self._rounds:
             np.multiply(right, multiplier, out=mixed)
             np.add(mixed, offset, out=mixed)

@@ -37,7 +37,7 @@ class PreparedLoader(ABC):
         raw: the user's loader, unchanged.
         options: the options of its preparation.
         epoch: the epoch of the last `set_epoch`.
-        held_state: the state that `hold_state` has stored for `state_dict`; None if no batch is fetched ahead.
+        held_state: the state that `hold_state` or `freeze_state` has stored for `state_dict`. None if there is none.
         ends_together: the iterators of all ranks end after the same round, also if the number of rounds is unknown.
     """
 
@@ -50,13 +50,13 @@ class PreparedLoader(ABC):
         self.options = options
         self.epoch = 0
         self._dealer = dealer
-        self._counts: list[int] | None = None
-        self._fewest = 0
-        self._ended_at: int | None = None
-        self._state_source: Any = None
-        self._restored = False
+        self._counts: list[int] | None = None  # batches of each rank in the epoch
+        self._fewest = 0  # the least of them, or 0
+        self._ended_at: int | None = None  # this rank's number of batches, in `_agreed`
+        self._state_source: Any = None  # object with the user's state_dict and load_state_dict
+        self._is_restored = False
         self.held_state: dict[str, Any] | None = None
-        self._rng_ahead: dict[str, Any] | None = None
+        self._rng_ahead: dict[str, Any] | None = None  # states of generators before the batch that is fetched ahead
         self._has_run_out = False
         self._workers = Workers(options.workers)
         self._loader: Any = None
@@ -74,7 +74,9 @@ class PreparedLoader(ABC):
         """Number of rounds in this epoch, the same on every rank; None if unknown."""
         if self._counts is None:
             return None
-        return self._fewest if self.options.in_lockstep and self.options.uneven == "stop" else max(self._counts)
+        if self.options.in_lockstep and self.options.uneven == "stop":
+            return self._fewest
+        return max(self._counts)
 
     @property
     def num_full_rounds(self) -> int:
@@ -123,7 +125,10 @@ class PreparedLoader(ABC):
         return None
 
     def real_rows(self, batch: int) -> int | None:
-        """Return how many samples of this rank's batch in a round do not only complete it. None: all, or unknown."""
+        """Return how many samples of this rank's batch in a round do not only complete it.
+
+        None if all samples are such, or if the number is unknown.
+        """
         return None
 
     def indices(self) -> Iterator[list[int]] | None:
@@ -141,7 +146,9 @@ class PreparedLoader(ABC):
 
     def facts(self) -> dict[str, Any]:
         """Return values, such as the number of samples, that must be equal for a saved `position` to be valid."""
-        return self._dealer.facts() if self._dealer is not None and self.can_seek and self._is_dealt else {}
+        if self._dealer is None or not self.can_seek or not self._is_dealt:
+            return {}
+        return self._dealer.facts()
 
     def indices_in(self, batch: int) -> list[int | str] | None:
         """Return the data set's indices in this rank's batch of a round of the current epoch, in order.
@@ -189,16 +196,17 @@ class PreparedLoader(ABC):
             if options.in_lockstep and options.world > 1 and options.stage != "train":
                 return self._agreed(batches, start_batch)
             return batches  # in training, iterate_groups agrees once per group
-        own = self._counts[options.rank]
+        own_count = self._counts[options.rank]
         rounds = self.num_batches
         assert rounds is not None  # counts are known
-        if options.in_lockstep and options.lend is not None and not self._is_dealt and not min(self._counts):
-            return self._with_loan(start_batch, own, rounds, options.lend)
-        if not options.in_lockstep or own == rounds:
+        some_rank_is_empty = min(self._counts) == 0
+        if options.in_lockstep and some_rank_is_empty and not self._is_dealt and options.lend is not None:
+            return self._with_loan(start_batch, own_count, rounds, options.lend)
+        if not options.in_lockstep or own_count == rounds:
             return self._open(start_batch)
-        if own > rounds:
+        if own_count > rounds:  # with the policy "stop"
             return itertools.islice(self._open(start_batch), max(0, rounds - start_batch))
-        return self._padded(start_batch, own, rounds)
+        return self._padded(start_batch, own_count, rounds)
 
     def cycle(self, cycle: int, start_batch: int) -> Iterator[Any]:
         """Return an iterator over one more pass of the current epoch, in another order if the loader shuffles.
@@ -222,7 +230,9 @@ class PreparedLoader(ABC):
         The passes follow one another, and batches are counted over all of them.
         """
         count = 0 if self._counts is None else self._counts[self.options.rank]
-        return divmod(start_batch, count) if count else (0, start_batch)
+        if count == 0:
+            return 0, start_batch
+        return divmod(start_batch, count)  # in passes of 3 batches, batch 7 is batch 1 of pass 2
 
     # A loader that keeps its own position
 
@@ -231,7 +241,9 @@ class PreparedLoader(ABC):
 
         Later rounds than the first need `can_seek`, or a stateful loader whose state was restored (`has_state`).
         """
-        if not batch or self.can_seek or (self.stateful and has_state):
+        if batch == 0 or self.can_seek:
+            return
+        if self.stateful and has_state:
             return
         why = "its state is not in the checkpoint" if self.stateful else "has no state_dict and load_state_dict"
         raise ConfigurationError(
@@ -246,8 +258,10 @@ class PreparedLoader(ABC):
 
         Raises a ConfigurationError if the loader is not `stateful`.
         """
-        self._need_state()
-        return self.held_state if self.held_state is not None else self._state_now()
+        self._check_stateful()
+        if self.held_state is not None:
+            return self.held_state
+        return self._state_now()
 
     def load_state_dict(self, state: Mapping[str, Any], *, at_epoch_start: bool = False) -> None:
         """Restore the loader's state. The next `iterate(start_batch)` continues from it.
@@ -257,13 +271,13 @@ class PreparedLoader(ABC):
             at_epoch_start: the epoch of `state` has ended. The loader is advanced to the end of that epoch, and the
                 next `iterate(0)` starts from there, as in an uninterrupted run. Default: False.
         """
-        self._need_state()
+        self._check_stateful()
         self._load_own(state["loader"], at_epoch_start=at_epoch_start)
         if at_epoch_start:
             return
         self._rng_ahead = state.get("rng")
         self._has_run_out = state.get("has_run_out", False)
-        self._restored = True
+        self._is_restored = True
 
     def hold_state(self) -> None:
         """Store the current state for `state_dict`, because the next batch is fetched before the loop requests it.
@@ -291,7 +305,8 @@ class PreparedLoader(ABC):
         """End persistent workers, and the workers of interrupted passes. Takes seconds at most."""
         self._workers.close()
         if isinstance(self._loader, DataLoader):
-            vars(self._loader)["_iterator"] = None  # it would be used again
+            # torch keeps the iterator of persistent workers here, and the next pass would use the ended workers.
+            vars(self._loader)["_iterator"] = None
 
     def keep_run_out(self, state: dict[str, Any] | None) -> None:
         """Record that this rank has no further batch while other ranks continue.
@@ -308,17 +323,18 @@ class PreparedLoader(ABC):
         After a resume, return ([], [batch]) if this rank had no further batch when the checkpoint was saved. The batch
         is then only used as padding.
         """
-        state = self._rng_ahead
+        generator_states = self._rng_ahead
         self._rng_ahead = None
-        if state is None:
+        if generator_states is None:
             return list(itertools.islice(batches, 1)), []
-        # It was fetched before the checkpoint's generators were saved.
+        # The interrupted run fetched this batch before the checkpoint's generators were saved.
         with isolate_rng():
-            set_rng_state(state)
+            set_rng_state(generator_states)
             ahead = list(itertools.islice(batches, 1))
             if not self._has_run_out:
                 return ahead, []
-            for _ in batches:  # to its end, the saved position
+            # The interrupted run had read the loader to its end.
+            for _ in batches:
                 pass
         self._has_run_out = False
         return [], ahead
@@ -378,7 +394,9 @@ class PreparedLoader(ABC):
         counts = self._count()
         options = self.options
         if options.world == 1 or options.agree is None:
-            return counts if counts is None or isinstance(counts, list) else [counts] * options.world
+            if isinstance(counts, int):
+                return [counts] * options.world
+            return counts
         if isinstance(counts, list):
             # Equal numbers of batches may hide different numbers of samples, and so different orders.
             lengths = {"batches": sum(counts), **self.facts()}
@@ -388,11 +406,12 @@ class PreparedLoader(ABC):
             return counts
         # Each rank has its own loader. All take part, also one without a length: a collective cannot depend on what one
         # rank knows.
-        told = [row[0] for row in options.agree([-1 if counts is None else counts])]
-        return None if min(told) < 0 else told
+        count = -1 if counts is None else counts
+        by_rank = [row[0] for row in options.agree([count])]
+        return None if min(by_rank) < 0 else by_rank
 
     def _unsized(self, start_batch: int) -> Iterator[Any]:
-        resumed = self._restored or start_batch > 0
+        resumed = self._is_restored or start_batch > 0
         batches = self._open(start_batch)
         if resumed or self.options.world > 1:
             return batches  # an empty remainder may be right; between ranks, `iterate_groups` checks it
@@ -404,36 +423,43 @@ class PreparedLoader(ABC):
             )
         return itertools.chain((first.pop() for _ in range(1)), batches)  # without keeping a reference to the batch
 
-    def _padded(self, start_batch: int, own: int, rounds: int) -> Iterator[Any]:
-        real = own - start_batch
-        last = _END
-        if real > 0:
-            batches = self._open(start_batch)
-            yield from itertools.islice(batches, real - 1)
-            last = next(batches, _END)
-            if last is _END:
-                return  # shorter than declared: the loop detects it by counting
-            yield copy_containers(last)  # the step may change its batch, by `batch.pop("labels")` for example
-        if last is _END:
-            last = self.filler()
-        for _ in range(rounds - max(own, start_batch)):
-            yield copy_containers(last)
+    def _padded(self, start_batch: int, own_count: int, rounds: int) -> Iterator[Any]:
+        """Yield this rank's `own_count` batches, and then the last one until all `rounds` are over.
 
-    def _with_loan(self, start_batch: int, own: int, rounds: int, lend: Callable[[Any], list[Any]]) -> Iterator[Any]:
+        3 of 5 rounds, from round 1 on: batches 1 and 2, and twice a copy of batch 2. From round 4 on: one `filler`.
+        """
+        num_left = own_count - start_batch
+        padding = _END
+        if num_left > 0:
+            batches = self._open(start_batch)
+            yield from itertools.islice(batches, num_left - 1)
+            padding = next(batches, _END)
+            if padding is _END:
+                return  # shorter than declared: the loop detects it by counting
+            yield copy_containers(padding)  # the step may change its batch, by `batch.pop("labels")` for example
+        if padding is _END:
+            padding = self.filler()
+        for _ in range(rounds - max(own_count, start_batch)):
+            yield copy_containers(padding)
+
+    def _with_loan(
+        self, start_batch: int, own_count: int, rounds: int, lend: Callable[[Any], list[Any]]
+    ) -> Iterator[Any]:
         """Yield the batches of `_padded`. Ranks without any get the first one of the rank with most. Collective."""
         assert self._counts is not None  # checked by the caller
         lender = self._counts.index(rounds)
-        batches = self._padded(start_batch, own, rounds) if own else iter(())
+        batches = self._padded(start_batch, own_count, rounds) if own_count > 0 else iter(())
         first = list(itertools.islice(batches, 1))
         loan = lend(first[0] if self.options.rank == lender else None)[lender]
         yield from first
-        del first
+        del first  # the loop then holds the only reference to the batch
         yield from batches
-        if not own:
+        if own_count == 0:
             for _ in range(rounds - start_batch):
                 yield copy_containers(loan)
 
     def _agreed(self, batches: Iterator[Any], first_round: int) -> Iterator[Any]:
+        """Yield batches, then padding until the last rank has ended. Exchanges in each round which ranks have one."""
         options = self.options
         if options.agree is None:
             raise ConfigurationError(
@@ -441,17 +467,23 @@ class PreparedLoader(ABC):
                 "prepare it with agree=."
             )
         for index in itertools.count(first_round):
-            batch = next(batches, _END) if self._ended_at is None else _END
-            if batch is _END and self._ended_at is None:
-                self._ended_at = index
-            have = [row[0] for row in options.agree([int(batch is not _END)])]
-            if not any(have) or (options.uneven == "stop" and not all(have)):
+            batch = _END
+            if self._ended_at is None:
+                batch = next(batches, _END)
+                if batch is _END:
+                    self._ended_at = index
+            have_batch = [row[0] for row in options.agree([int(batch is not _END)])]  # 1 or 0 for each rank
+            if not any(have_batch):
                 return
-            if options.uneven == "error" and not all(have):
-                raise uneven_error(options.title, [index + has for has in have], "error")
-            if index == first_round and not all(have):
+            if not all(have_batch):
+                if options.uneven == "stop":
+                    return
+                if options.uneven == "error":
+                    raise uneven_error(options.title, [index + has for has in have_batch], "error")
+            # A rank that ends later pads with its own last batch.
+            if index == first_round and not all(have_batch):
                 if options.lend is not None:
-                    lender = have.index(1)
+                    lender = have_batch.index(1)
                     last = options.lend(batch if options.rank == lender else None)[lender]
                 elif batch is _END:
                     last = self.filler()
@@ -462,11 +494,11 @@ class PreparedLoader(ABC):
 
     def _begin(self, start_batch: int) -> None:
         """Check that the epoch can begin at `start_batch`. A restored state counts for one pass only."""
-        restored = self._restored
-        self._restored = False
-        self.check_resume(start_batch, has_state=restored)
+        is_restored = self._is_restored
+        self._is_restored = False
+        self.check_resume(start_batch, has_state=is_restored)
 
-    def _need_state(self) -> None:
+    def _check_stateful(self) -> None:
         if not self.stateful:
             raise ConfigurationError(
                 f"{self.options.title} keeps no state of its own; its position is `position(batch)`."
@@ -482,13 +514,17 @@ def uneven_error(name: str, counts: list[int], policy: str) -> ConfigurationErro
     )
 
 
-def _different_lengths(title: str, names: list[str], told: list[tuple[int, ...]]) -> ConfigurationError:
-    differ = [i for i in range(len(names)) if len({row[i] for row in told}) > 1]
-    shown = [
-        f"{' and '.join(f'{row[i]} {names[i]}' for i in differ)} on rank {told.index(row)}"
-        for row in dict.fromkeys(told)
-    ]
+def _different_lengths(title: str, names: list[str], of_ranks: list[tuple[int, ...]]) -> ConfigurationError:
+    """Return the error for ranks whose values of `names` differ, such as `names=["batches", "samples"]`.
+
+    It names the values that differ, and one rank for each: "10 samples on rank 0, 12 samples on rank 3".
+    """
+    differing = [i for i in range(len(names)) if len({values[i] for values in of_ranks}) > 1]
+    lengths = []
+    for values in dict.fromkeys(of_ranks):
+        of_rank = " and ".join(f"{values[i]} {names[i]}" for i in differing)
+        lengths.append(f"{of_rank} on rank {of_ranks.index(values)}")
     return ConfigurationError(
-        f"{title} has another length on some ranks ({', '.join(shown)}), although it is divided over them. Build the "
+        f"{title} has another length on some ranks ({', '.join(lengths)}), although it is divided over them. Build the "
         "same data set on every rank; if each rank has its own data, pass use_distributed_sampler=False."
     )

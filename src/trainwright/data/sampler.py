@@ -29,6 +29,7 @@ from trainwright.data.iterable import sets_epoch
 from trainwright.data.order import SampleOrder, SequentialOrder, ShuffledOrder, derive_key, epoch_key
 from trainwright.data.rounds import completed, real_rows, rounds_of_batches
 from trainwright.data.seeding import (
+    HeldGenerator,
     batch_key,
     held_generators,
     numbers_of_global_generators,
@@ -105,18 +106,23 @@ class Dealer(Sampler[Any], ABC):
         left = self.micro_batches_left
         if left is None:
             return None
+        # 5 micro-batches on 2 ranks: rank 0 gets 3 of them (0, 2, 4), and rank 1 gets 2 (1, 3).
         return [self._anchor_round + max(0, -((rank - left) // self.world)) for rank in range(self.world)]
 
     @property
     def num_rounds(self) -> int | None:
         """The maximal number of batches of a rank in this epoch; None if unknown."""
         left = self.micro_batches_left
-        return None if left is None else self._anchor_round + -(-left // self.world)
+        if left is None:
+            return None
+        return self._anchor_round + -(-left // self.world)
 
     def has_batch(self, round_index: int) -> bool:
         """Return whether this rank has its own batch in the round; True if the number is unknown."""
         left = self.micro_batches_left
-        return left is None or self._first_micro_batch(round_index) + self.rank < left
+        if left is None:
+            return True
+        return self._first_micro_batch(round_index) + self.rank < left
 
     def real_ranks(self, round_index: int) -> int:
         """Return the number of ranks with their own batch in the round; all of them if the number is unknown."""
@@ -145,11 +151,12 @@ class Dealer(Sampler[Any], ABC):
 
     def indices_in(self, round_index: int) -> list[int | str] | None:
         """Return the indices in this rank's batch of a round, or None if unknown. A running iteration is unaffected."""
-        alone = self._twin()
-        alone.seeding = "none"
-        alone.start(round_index)
-        batch = next(iter(alone), ())
-        return [_plain_index(index) for index in (batch if isinstance(batch, (list, tuple)) else [batch])]
+        twin = self._twin()
+        twin.seeding = "none"
+        twin.start(round_index)
+        batch = next(iter(twin), ())
+        indices = batch if isinstance(batch, (list, tuple)) else [batch]
+        return [_plain_index(index) for index in indices]
 
     def _twin(self) -> Dealer:
         return copy.copy(self)
@@ -160,6 +167,7 @@ class Dealer(Sampler[Any], ABC):
         alone.rank = 0
         alone.world = 1
         alone.seeding = "none"
+        # Not the method of the sub-class, which would call set_epoch of the user's sampler and read the data's length.
         Dealer.set_epoch(alone, self.epoch)
         alone._rewind()
         return next(iter(alone))
@@ -186,7 +194,9 @@ class Dealer(Sampler[Any], ABC):
             key = sample_key(self.seed, self.epoch, self.stream)
             return seed_each_sample(batches, key, here=self.seeding == "sample here")
         key = batch_key(self.seed, self.epoch, self.stream)
-        return map(seeded, batches, (derive_key(key, m) for m in itertools.count(first, self.world)))
+        micro_batches = itertools.count(first, self.world)
+        seeds = (derive_key(key, micro_batch) for micro_batch in micro_batches)
+        return map(seeded, batches, seeds)
 
 
 class ShardedBatchSampler(Dealer):
@@ -229,15 +239,13 @@ class ShardedBatchSampler(Dealer):
         completes: bool = False,
     ) -> None:
         super().__init__(rank=rank, world=world, seed=seed, seeding=seeding)
-        data = num_samples
-        num_samples = num_samples if isinstance(num_samples, int) else len(num_samples)
-        if num_samples < 0 or batch_size < 1 or (single and batch_size != 1):
+        self._data = num_samples
+        self.num_samples = num_samples if isinstance(num_samples, int) else len(num_samples)
+        if self.num_samples < 0 or batch_size < 1 or (single and batch_size != 1):
             raise ConfigurationError(
-                f"num_samples={num_samples}, batch_size={batch_size}: expected at least 0 and at least 1"
+                f"num_samples={self.num_samples}, batch_size={batch_size}: expected at least 0 and at least 1"
                 f"{', exactly 1 for single indices' if single else ''}."
             )
-        self._data = data
-        self.num_samples = num_samples
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -247,18 +255,22 @@ class ShardedBatchSampler(Dealer):
 
     @property
     def micro_batches_left(self) -> int:
+        # 10 samples, batches of 2, 3 ranks: 5 micro-batches. If rounds are completed: 6, or 3 with `drop_last`.
         samples = self.num_samples - self._anchor_sample
-        together = self.world if self.completes else 1
-        size = self.batch_size * together
-        return together * (samples // size if self.drop_last else -(-samples // size))
+        unit = self.world if self.completes else 1  # micro-batches that exist together or not at all
+        size = self.batch_size * unit
+        num_units = samples // size if self.drop_last else -(-samples // size)
+        return num_units * unit
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
         """Set `epoch`. `resume` contains the numbers `batch` and `samples` (over all ranks) consumed in it so far."""
         super().set_epoch(epoch, resume)
         if isinstance(self._data, Sized):
             self.num_samples = len(self._data)
-        consumed = resume.get("samples", int(resume["batch"]) * self.world * self.batch_size) if resume else 0
-        self._anchor_sample = min(self.num_samples, int(consumed))
+        consumed = 0
+        if resume:
+            consumed = int(resume.get("samples", resume["batch"] * self.world * self.batch_size))
+        self._anchor_sample = min(self.num_samples, consumed)
 
     def facts(self) -> dict[str, Any]:
         return {"num_samples": self.num_samples, "shuffle": self.shuffle}
@@ -292,6 +304,7 @@ class ShardedBatchSampler(Dealer):
         first = self._first_micro_batch(self._start_round) + self.rank
         batches = self._batches(self.order(), self._anchor_sample, first, self.micro_batches_left)
         drawn: Iterator[Any] = (batch[0] for batch in batches) if self.single else batches
+        # `first` counts from the anchor, and seeds count from the beginning of the epoch.
         return self._seeded(drawn, self._anchor_sample // self.batch_size + first)
 
     def _batches(self, order: SampleOrder, anchor: int, first: int, stop: int) -> Iterator[list[int]]:
@@ -301,17 +314,21 @@ class ShardedBatchSampler(Dealer):
         micro_batches = range(first, stop, self.world)
         for chunk in range(0, len(micro_batches), rows_at_once):
             rows = micro_batches[chunk : chunk + rows_at_once]
+            # Row i contains the positions of the i-th micro-batch: with size 2, micro-batches 1 and 3 are at 2, 3 and
+            # 6, 7 after the anchor.
             places = anchor + np.asarray(rows, dtype=np.int64)[:, None] * size + within
             if places[-1, -1] < order.n:
                 yield from order.take(places).tolist()
             elif self.completes:
                 yield from order.take(places % order.n).tolist()
             else:
-                full = order.take(places[:-1]).tolist()
-                yield from full
-                yield order.take(places[-1][places[-1] < order.n]).tolist()
+                # Only the last micro-batch of the epoch can be short.
+                yield from order.take(places[:-1]).tolist()
+                last = places[-1]
+                yield order.take(last[last < order.n]).tolist()
 
     def _samples_before(self, round_index: int) -> int:
+        """Return the number of samples that all ranks have consumed before a round."""
         micro_batches = min(max(0, self._first_micro_batch(round_index)), self.micro_batches_left)
         return min(self._anchor_sample + micro_batches * self.batch_size, self.num_samples)
 
@@ -347,14 +364,17 @@ class BatchShard(Dealer):
         self.completes = completes
         self._drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self._real_rows: dict[int, int] = {}  # of rounds that were completed
+        # torch's BatchSampler draws indices from its `sampler`. Either of the two may have a generator and set_epoch.
         inner = getattr(batch_sampler, "sampler", None)
-        self._parts: list[Any] = [part for part in (batch_sampler, inner) if part is not None]
-        self._generators = [
-            (part.generator, part.generator.initial_seed())
-            for part in self._parts
-            if isinstance(getattr(part, "generator", None), torch.Generator)
-        ]
-        self._others = [held for part in self._parts for held in held_generators(part)]
+        self._parts: list[Any] = [batch_sampler] if inner is None else [batch_sampler, inner]
+        self._torch_generators: list[tuple[torch.Generator, int]] = []  # with their initial seeds
+        self._other_generators: list[HeldGenerator] = []
+        for part in self._parts:
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                # Read only now: seeding the generator for an epoch changes its initial seed.
+                self._torch_generators.append((generator, generator.initial_seed()))
+            self._other_generators.extend(held_generators(part))
         self._anchor_micro_batch = 0
         # The contents of the batches of torch's own BatchSampler are known, unless a subclass changes them.
         self._plain = batch_sampler if type(batch_sampler) is BatchSampler else None
@@ -368,14 +388,16 @@ class BatchShard(Dealer):
         left = max(0, total - self._anchor_micro_batch)
         if not self.completes:
             return left
+        # 5 batches on 2 ranks are 3 complete rounds of 6 micro-batches, or with `drop_last` 2 rounds of 4.
         rounds = left // self.world if self._drop_last else -(-left // self.world)
         return rounds * self.world
 
     @property
     def order_needs_seed(self) -> bool:
         """True if the user's sampler draws random numbers. Starts a copy of the sampler. True for an iterator."""
-        if self._generators or self._others or isinstance(self.batch_sampler, Iterator):
+        if self._torch_generators or self._other_generators or isinstance(self.batch_sampler, Iterator):
             return True
+        # A sampler that has used a global generator leaves it in another state, so its next number differs.
         twin = self._twin()
         with isolate_rng():
             seed_global_generators(0)
@@ -402,23 +424,24 @@ class BatchShard(Dealer):
         """Draw and return the indices in this rank's batch of a round. None for an iterator, which cannot restart."""
         if isinstance(self.batch_sampler, Iterator):
             return None
-        before = [generator.get_state() for generator, _ in self._generators]
-        others = [generator.state for generator in self._others]
+        torch_states = [generator.get_state() for generator, _ in self._torch_generators]
+        other_states = [generator.state for generator in self._other_generators]
         try:
             return super().indices_in(round_index)
         finally:
-            for (generator, _), state in zip(self._generators, before, strict=True):
-                generator.set_state(state)
-            for generator, state in zip(self._others, others, strict=True):
-                generator.state = state
+            # A running iteration draws from the same generators.
+            for (torch_generator, _), torch_state in zip(self._torch_generators, torch_states, strict=True):
+                torch_generator.set_state(torch_state)
+            for other_generator, other_state in zip(self._other_generators, other_states, strict=True):
+                other_generator.state = other_state
 
     def _twin(self) -> BatchShard:
         """Return a copy of this object and of the user's sampler, because the sampler may have a state."""
         twin = copy.copy(self)
         twin.batch_sampler = copy.copy(self.batch_sampler)
-        own = getattr(twin.batch_sampler, "__dict__", {})
-        if "sampler" in own:
-            own["sampler"] = copy.copy(own["sampler"])
+        attributes = getattr(twin.batch_sampler, "__dict__", {})
+        if "sampler" in attributes:
+            attributes["sampler"] = copy.copy(attributes["sampler"])
         return twin
 
     def facts(self) -> dict[str, Any]:
@@ -433,11 +456,13 @@ class BatchShard(Dealer):
         if left is None or sampler is None:
             return None
         if self.completes and not self._drop_last:
-            left = len(sampler) - self._anchor_micro_batch
+            left = len(sampler) - self._anchor_micro_batch  # without the batches that complete the last round
         first = min(self._first_micro_batch(round_index), left)
         stop = min(self._first_micro_batch(round_index + 1), left)
         samples = (stop - first) * sampler.batch_size
-        if first < stop == left and isinstance(sampler.sampler, Sized) and not sampler.drop_last:
+        has_last_batch = first < stop == left
+        if has_last_batch and isinstance(sampler.sampler, Sized) and not sampler.drop_last:
+            # 7 samples in batches of 3: the three batches have room for 9, so the last one lacks 2.
             samples -= len(sampler) * sampler.batch_size - len(sampler.sampler)
         return samples
 
@@ -448,50 +473,53 @@ class BatchShard(Dealer):
     def __iter__(self) -> Iterator[Any]:
         first = self._anchor_micro_batch + self._first_micro_batch(self._start_round) + self.rank
         key = epoch_key(self.seed, self.epoch)
-        for generator, initial_seed in self._generators:
-            generator.manual_seed(derive_key(mix_seeds(initial_seed, key), self.epoch) & 0x7FFFFFFFFFFFFFFF)
-        for number, other in enumerate(self._others):
+        for generator, initial_seed in self._torch_generators:
+            seed = derive_key(mix_seeds(initial_seed, key), self.epoch)
+            generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+        for number, other in enumerate(self._other_generators):
             other.seed(derive_key(key, number))
         with isolate_rng():
             seed_global_generators(key)
             batches = iter(self.batch_sampler)
             # A sampler that is a generator function draws its order when the first batch is requested.
-            head = next(batches, _END)
-        if head is _END:
+            first_batch = next(batches, _END)
+        if first_batch is _END:
             return iter(())
-        return self._seeded(self._mine(itertools.chain((head,), batches), first), first)
+        of_rank = self._of_rank(itertools.chain((first_batch,), batches), first)
+        return self._seeded(of_rank, first)
 
     def start(self, batch: int) -> None:
         """Let the next iteration begin at round `batch`; see `Dealer.start`."""
         super().start(batch)
-        self._real_rows = {}
+        self._real_rows = {}  # a new dict: an earlier iteration may still write to its own
 
     def real_rows(self, round_index: int) -> int | None:
         return self._real_rows.get(round_index)
 
-    def _mine(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+    def _of_rank(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         """Return this rank's batches, from micro-batch `first` on."""
         if not self.completes:
             return itertools.islice(batches, first, None, self.world)
         return self._of_completed_rounds(batches, first - self.rank)
 
     def _of_completed_rounds(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        rows = self._real_rows
+        rows_of_rounds = self._real_rows
         round_index = self._start_round
         size = getattr(self.batch_sampler, "batch_size", None)
         lists = (batch if isinstance(batch, (list, tuple)) else _Single([batch]) for batch in batches)
         rounds = rounds_of_batches(lists, self.world, size, drop_last=self._drop_last, completes=True, first=first)
-        for present, num_samples in rounds:
-            mine = present[self.rank]
-            real = real_rows(num_samples, present, self.rank)
-            if real < len(mine):
-                rows[round_index] = real
+        for of_ranks, num_samples in rounds:
+            batch = of_ranks[self.rank]
+            rows = real_rows(num_samples, of_ranks, self.rank)
+            if rows < len(batch):
+                rows_of_rounds[round_index] = rows
             round_index += 1
-            yield mine[0] if isinstance(mine, _Single) else mine
+            yield batch[0] if isinstance(batch, _Single) else batch
 
     def _consumed_micro_batches(self, resume: Mapping[str, int]) -> int:
         if "micro_batches" in resume:
             return int(resume["micro_batches"])
+        # The position of a ShardedBatchSampler: 10 samples are 3 micro-batches of 4, the last of which was short.
         if self.batch_size is not None and "samples" in resume:
             return -(-int(resume["samples"]) // self.batch_size)
         return int(resume["batch"]) * self.world
@@ -526,6 +554,7 @@ class SplitBatchShard(BatchShard):
         seeding: Seeding = "none",
         completes: bool = False,
     ) -> None:
+        # Every rank draws every batch, so the rounds are those of one rank of one.
         super().__init__(batch_sampler, seed=seed, seeding=seeding)
         self.completes = completes
         self._part = rank
@@ -535,7 +564,7 @@ class SplitBatchShard(BatchShard):
         self.batch_size = None if self._plain is None else self._part_size
         self._short_rounds: dict[int, int] = {}
         if seeding == "batch":
-            self.stream = rank
+            self.stream = rank  # the parts of a batch have one micro-batch index, and would have one seed
 
     def counts(self) -> list[int] | None:
         """Return a list with the number of batches of each rank, which are equal; None if unknown."""
@@ -558,30 +587,34 @@ class SplitBatchShard(BatchShard):
     def facts(self) -> dict[str, Any]:
         return {"num_batches": self._num_batches()}
 
-    def _mine(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        short = self._short_rounds
-        rows = self._real_rows
+    def _of_rank(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        short_rounds = self._short_rounds
+        rows_of_rounds = self._real_rows
         round_index = self._start_round
-        head: Any = None
+        first_batch: Any = None
         for number, batch in enumerate(batches):
-            head = batch if head is None else head
+            if first_batch is None:
+                first_batch = batch
             if number < first:
                 continue
+            # A short batch of 5 indices on 4 ranks with parts of 2: the ranks get 2, 2, 1 and none. If rounds are
+            # completed, 3 indices of the first batch follow.
             size = self._part_size or -(-len(batch) // self._num_parts)
-            real = min(self._num_parts, -(-len(batch) // size))
             start = self._part * size
-            if not self.completes:
-                if real < self._num_parts:
-                    short[round_index] = real
-                mine = list(batch[start : start + size])
-            else:
+            indices = batch
+            if self.completes:
                 num_rows = min(size, max(0, len(batch) - start))
                 if num_rows < size:
-                    rows[round_index] = num_rows
-                full = completed(batch, head, size * self._num_parts) if self._part_size else batch
-                mine = list(full[start : start + size])
+                    rows_of_rounds[round_index] = num_rows
+                if self._part_size:
+                    indices = completed(batch, first_batch, size * self._num_parts)
+            else:
+                num_ranks = min(self._num_parts, -(-len(batch) // size))
+                if num_ranks < self._num_parts:
+                    short_rounds[round_index] = num_ranks
+            part = list(indices[start : start + size])
             round_index += 1
-            yield mine or list(batch[:1])
+            yield part or list(batch[:1])
 
 
 def _plain_index(index: object) -> int | str:

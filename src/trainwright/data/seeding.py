@@ -21,7 +21,8 @@ from trainwright.core.rng import isolate_rng
 from trainwright.data.order import derive_key, epoch_key
 
 _WORD = (1 << 64) - 1
-# Streams of an epoch's key, besides the cipher's own, which uses the first words.
+# Indices of words that derive_key returns for an epoch's key. The cipher of the order uses the words 0 to 11. `stream`,
+# which is 0 or a rank, is added to the first two.
 _BATCH_STREAM = 1 << 32
 _SAMPLE_STREAM = 1 << 33
 _COLLATE_STREAM = 1 << 34
@@ -30,7 +31,7 @@ _COLLATE_STREAM = 1 << 34
 def seed_global_generators(seed: int) -> None:
     """Seed `random`, numpy's global generator and torch's CPU generator of this process with a 64-bit `seed`."""
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed & 0xFFFFFFFF)  # numpy's limit
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
@@ -43,37 +44,49 @@ class HeldGenerator:
     """NumPy's or Python's generator of a sampler, with one interface for both."""
 
     def __init__(self, generator: np.random.Generator | np.random.RandomState | random.Random) -> None:
-        self._own = generator
+        self._generator = generator
 
     def seed(self, seed: int) -> None:
         """Seed the generator with a 64-bit integer."""
-        if isinstance(self._own, np.random.Generator):
-            self._own.bit_generator.state = type(self._own.bit_generator)(seed).state
+        generator = self._generator
+        if isinstance(generator, np.random.Generator):
+            # It has no method to seed it: use the state of a new one of its kind.
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(seed & 0xFFFFFFFF)
         else:
-            self._own.seed(seed & 0xFFFFFFFF if isinstance(self._own, np.random.RandomState) else seed)
+            generator.seed(seed)
 
     @property
     def state(self) -> Any:
         """The generator's state, in its own type."""
-        if isinstance(self._own, np.random.Generator):
-            return self._own.bit_generator.state
-        return self._own.get_state() if isinstance(self._own, np.random.RandomState) else self._own.getstate()
+        generator = self._generator
+        if isinstance(generator, np.random.Generator):
+            return generator.bit_generator.state
+        if isinstance(generator, np.random.RandomState):
+            return generator.get_state()
+        return generator.getstate()
 
     @state.setter
     def state(self, state: Any) -> None:
-        if isinstance(self._own, np.random.Generator):
-            self._own.bit_generator.state = state
-        elif isinstance(self._own, np.random.RandomState):
-            self._own.set_state(state)
+        generator = self._generator
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
         else:
-            self._own.setstate(state)
+            generator.setstate(state)
 
 
 def held_generators(owner: object) -> list[HeldGenerator]:
     """Return the generators of NumPy and Python among an object's attributes, in their order."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    found = [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, kinds)]
-    return [HeldGenerator(value) for value in found if not isinstance(value, random.SystemRandom)]
+    generators = []
+    for value in getattr(owner, "__dict__", {}).values():
+        # SystemRandom reads the system's random numbers, which have no seed.
+        if isinstance(value, kinds) and not isinstance(value, random.SystemRandom):
+            generators.append(HeldGenerator(value))
+    return generators
 
 
 def batch_key(seed: int, epoch: int, stream: int = 0) -> int:
@@ -86,8 +99,9 @@ def sample_key(seed: int, epoch: int, stream: int = 0) -> int:
     return derive_key(epoch_key(seed, epoch), _SAMPLE_STREAM + stream)
 
 
-def _arrive(value: object, seed: int) -> Any:
+def _unpickle_seeded(value: object, seed: int) -> Any:
     """Return `value`, after seeding the generators in a loader worker. Called when a worker unpickles its input."""
+    # torch has no hook that runs in a worker before each batch, but it unpickles the batch's indices there.
     if get_worker_info() is not None:
         seed_global_generators(seed)
     return value
@@ -106,7 +120,7 @@ class SeededIndices(list[Any]):
         self.seed = seed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self[:], self.seed)
+        return _unpickle_seeded, (self[:], self.seed)
 
 
 class SeededIndex(int):
@@ -117,12 +131,12 @@ class SeededIndex(int):
     @classmethod
     def of(cls, index: int, seed: int) -> SeededIndex:
         """Return `index` with its seed."""
-        made = cls(index)
-        made.seed = seed
-        return made
+        seeded_index = cls(index)
+        seeded_index.seed = seed
+        return seeded_index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (int(self), self.seed)
+        return _unpickle_seeded, (int(self), self.seed)
 
 
 class SeededTurn:
@@ -132,14 +146,16 @@ class SeededTurn:
         self.seed = seed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (None, self.seed)
+        return _unpickle_seeded, (None, self.seed)
 
 
 def seeded(indices: object, seed: int) -> Any:
     """Return a list of indices or an integer index with a seed for the worker, and other types unchanged."""
     if type(indices) is list:
         return SeededIndices(indices, seed)
-    return SeededIndex.of(indices, seed) if type(indices) is int else indices
+    if type(indices) is int:
+        return SeededIndex.of(indices, seed)
+    return indices
 
 
 class SampleSeeds(list[Any]):
@@ -154,10 +170,12 @@ class SampleSeeds(list[Any]):
         self.key = key
 
     def __iter__(self) -> Iterator[Any]:
+        # torch fetches `[dataset[index] for index in indices]` and then collates. So each sample is fetched directly
+        # after its seed is set, and collation follows the end of the iteration.
         for index in super().__iter__():
             seed_global_generators(sample_seed(self.key, index))
             yield index
-        if len(self):
+        if len(self) > 0:
             seed_global_generators(derive_key(sample_seed(self.key, self[0]), _COLLATE_STREAM))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -192,7 +210,9 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
         seed = sample_seed(key, indices)
         if here:
             seed_global_generators(seed)
-        yield indices if here else seeded(operator.index(indices), seed)
+            yield indices
+        else:
+            yield seeded(operator.index(indices), seed)
 
 
 class Indexed(Protocol):
@@ -237,7 +257,7 @@ def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) 
             seed_global_generators(sample_seed(key, index))
             item = fetch(index)
         yield item
-        del item
+        del item  # its memory is free before the next one is fetched
 
 
 class SeededTurns(Sampler[Any]):
@@ -269,4 +289,8 @@ class SeededTurns(Sampler[Any]):
         while True:
             seed = derive_key(self.key, self._next)
             self._next += 1
-            yield SeededTurn(seed) if self.batch_size is None else SeededIndices([None] * self.batch_size, seed)
+            if self.batch_size is None:
+                yield SeededTurn(seed)
+            else:
+                # torch takes as many samples from an iterable data set as the list has entries.
+                yield SeededIndices([None] * self.batch_size, seed)

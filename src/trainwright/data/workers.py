@@ -13,20 +13,17 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from trainwright.core.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    pass
-
 _SOCKET_BYTES = 107  # of a socket's path, on Linux
 _NAME_BYTES = len("/pymp-12345678/listener-12345678")  # created by Python in the temporary folder
 _PATIENCE_S = 2.0  # for workers to finish their current sample
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _TOGETHER_S = 1.0  # signals within this time count as one
 
 B = TypeVar("B", bound=Iterator[Any])
@@ -59,11 +56,12 @@ class WorkerStart:
 def _check_temporary_folder() -> None:
     """Check that workers can open their sockets. Otherwise the training process would hang."""
     folder = tempfile.gettempdir()
-    spare = _SOCKET_BYTES - _NAME_BYTES - len(os.fsencode(folder))
-    way = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no annotation
-    if spare < 0 and way == "file_descriptor":
+    excess = len(os.fsencode(folder)) + _NAME_BYTES - _SOCKET_BYTES
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no annotation
+    # torch's other strategy, "file_system", opens no sockets.
+    if excess > 0 and strategy == "file_descriptor":
         raise ConfigurationError(
-            f"the path of the temporary folder {folder} is {-spare} bytes too long for loader workers, which send "
+            f"the path of the temporary folder {folder} is {excess} bytes too long for loader workers, which send "
             "tensors through sockets in it. Set TMPDIR to a shorter one, or num_workers=0."
         )
 
@@ -89,13 +87,14 @@ class _OutlivesFirst:
 
 def _end_with_parent() -> None:
     """End this process soon after its parent has been killed. Torch's own check runs every 5 seconds."""
-    first = os.getppid()
+    parent_id = os.getppid()
     parent = multiprocessing.parent_process()
-    while os.getppid() == first and (parent is None or parent.is_alive()):
-        time.sleep(_LOOK_S)
+    # The child of an ended process gets another parent. Only `is_alive` detects this if it was before `getppid`.
+    while os.getppid() == parent_id and (parent is None or parent.is_alive()):
+        time.sleep(_POLL_S)
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # torch's loop ends, and cleans up
-        time.sleep(2 * _LOOK_S)
+        time.sleep(2 * _POLL_S)
     os._exit(1)
 
 
@@ -110,7 +109,7 @@ class Workers:
         self._within = within  # a larger set that these belong to
         self._passes: WeakSet[Any] = WeakSet()
         self._last: Any = None  # of one loader: kept until `end_pass`, else torch ends it in its own way
-        self._process = os.getpid()
+        self._process_id = os.getpid()
         _all.add(self)
 
     def keep(self, batches: B) -> B:
@@ -130,22 +129,23 @@ class Workers:
         """
         last = self._last
         self._last = None
-        if last is None or last._shutdown or getattr(last, "_persistent_workers", False):
+        if last is None or last._shutdown:
             return
-        if os.getpid() == self._process:
+        is_persistent = getattr(last, "_persistent_workers", False)
+        if not is_persistent and os.getpid() == self._process_id:
             _end([last])
 
     def close(self) -> None:
         """End the workers of all passes, within seconds, even if one of them is stuck in a sample."""
-        if os.getpid() != self._process:
-            return  # a copy in a forked process: the workers are not its own
+        if os.getpid() != self._process_id:
+            return  # a copy in a forked process, which is not the parent of the workers
         passes = [batches for batches in self._passes if not batches._shutdown]
         self._last = None
         self._passes.clear()
         _end(passes)
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
-        return type(self), ()
+        return type(self), ()  # another process has no workers of this one
 
 
 _all: WeakSet[Workers] = WeakSet()
@@ -159,28 +159,30 @@ def _end_all() -> None:
 
 def _end(passes: list[Any]) -> None:
     """End the workers of iterators of torch or torchdata, and release the iterators' resources in this process."""
-    asked: list[Any] = []
     broken: list[Any] = []
+    stopping: list[Any] = []
     for batches in passes:
         if batches._worker_pids_set:  # otherwise torch would raise in this process when one of them is killed
             batches._worker_pids_set = False
             torch._C._remove_worker_pids(id(batches))
         # A killed worker may still hold a lock for which an event or a queue would wait.
-        whole = all(worker.exitcode in (None, 0) for worker in batches._workers)
-        (asked if whole else broken).append(batches)
-    for batches in asked:
+        if any(worker.exitcode not in (None, 0) for worker in batches._workers):
+            broken.append(batches)
+            continue
+        # torch's own request to end. All workers receive it before the first wait, so that they end at the same time.
         batches._workers_done_event.set()
         for queue in batches._index_queues:
             with contextlib.suppress(ValueError):  # closed
                 queue.put(None)
-    _wait_for([worker for batches in asked for worker in batches._workers])
+        stopping.extend(batches._workers)
+    _wait_for(stopping)
     for batches in passes:
-        late = [worker for worker in batches._workers if worker.is_alive()]
-        _interrupt(late)
-        for worker in late:
+        still_alive = [worker for worker in batches._workers if worker.is_alive()]
+        _interrupt(still_alive)
+        for worker in still_alive:
             worker.kill()
             worker.join()
-        if late or batches in broken:
+        if still_alive or batches in broken:
             _forget(batches)
         else:
             batches._shutdown_workers()
@@ -194,21 +196,26 @@ def _interrupt(workers: list[Any]) -> None:
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGINT)
-    _wait_for(workers, _LOOK_S)
+    _wait_for(workers, _POLL_S)
 
 
 def _wait_for(workers: list[Any], patience_s: float = _PATIENCE_S) -> None:
     deadline = time.monotonic() + patience_s
-    while (alive := [worker for worker in workers if worker.is_alive()]) and time.monotonic() < deadline:
-        wait([worker.sentinel for worker in alive], timeout=max(0.0, deadline - time.monotonic()))
+    while True:
+        alive = [worker for worker in workers if worker.is_alive()]
+        left_s = deadline - time.monotonic()
+        if not alive or left_s <= 0:
+            return
+        wait([worker.sentinel for worker in alive], timeout=left_s)
         time.sleep(0.001)  # the sentinel of a process is ready a little before its exit status
 
 
 def _forget(batches: Any) -> None:
     """Release an iterator without using its queues, because a killed worker may hold their locks."""
     batches._shutdown = True
-    if (done := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
-        done.set()
+    pinning_done = getattr(batches, "_pin_memory_thread_done_event", None)
+    if pinning_done is not None:
+        pinning_done.set()
     for queue in batches._index_queues:
         queue.cancel_join_thread()
         queue.close()

@@ -121,7 +121,7 @@ class DispatchedLoader(PreparedLoader):
         self.release_state()
         self._short_rounds = short = {}
         self._real_rows = rows = {}
-        self._restored = False
+        self._is_restored = False
         received = self._open(start_batch)
         for index in itertools.count(start_batch):
             if index == self.num_batches:

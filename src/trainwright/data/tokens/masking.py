@@ -42,12 +42,13 @@ class MaskedTokens:
     def __call__(self, tokens: Tokens, generator: np.random.Generator) -> dict[str, torch.Tensor]:
         """Return a sample from the first `length` tokens."""
         ids = tokens[: self.length].copy()
-        chosen = generator.random(len(ids)) < self.probability
-        chosen &= ~np.isin(ids, list(self.special_tokens))
-        labels = np.where(chosen, ids, IGNORED)
-        what = generator.random(len(ids))
-        ids[chosen & (what < 0.8)] = self.mask_token
-        is_random = chosen & (what >= 0.9)
+        is_predicted = generator.random(len(ids)) < self.probability
+        is_predicted &= ~np.isin(ids, list(self.special_tokens))
+        labels = np.where(is_predicted, ids, IGNORED)
+        # Below 0.8 the mask, from 0.9 on a random token, and between them no change.
+        draw = generator.random(len(ids))
+        ids[is_predicted & (draw < 0.8)] = self.mask_token
+        is_random = is_predicted & (draw >= 0.9)
         ids[is_random] = generator.integers(self.vocab_size, size=int(is_random.sum()))
         return _sample(ids, self.length, self.pad_token, labels, self.length)
 
@@ -79,57 +80,67 @@ class MaskedSpans:
     pad_token: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.masks) < self._spans(self.length)[1]:
+        _, num_spans = self._spans(self.length)
+        if len(self.masks) < num_spans:
             raise ConfigurationError(
-                f"samples of length={self.length} have {self._spans(self.length)[1]} spans, and there are "
-                f"{len(self.masks)} masks. Pass more, or a shorter length."
+                f"samples of length={self.length} have {num_spans} spans, and there are {len(self.masks)} masks. "
+                "Pass more, or a shorter length."
             )
 
     @property
     def input_length(self) -> int:
         """Length of `input_ids`: all other tokens of a full sample, the masks and the end."""
-        replaced, spans = self._spans(self.length)
-        return self.length - replaced + spans + 1
+        num_replaced, num_spans = self._spans(self.length)
+        return self.length - num_replaced + num_spans + 1
 
     @property
     def target_length(self) -> int:
         """Length of `labels`: all replaced tokens of a full sample, their masks and the end."""
-        replaced, spans = self._spans(self.length)
-        return replaced + spans + 1
+        num_replaced, num_spans = self._spans(self.length)
+        return num_replaced + num_spans + 1
 
     def _spans(self, length: int) -> tuple[int, int]:
-        """Return the numbers of replaced tokens and of spans for a text."""
-        replaced = min(max(round(length * self.probability), 1), length - 1)
-        return replaced, max(1, min(round(replaced / self.mean_length), length - replaced))
+        """Return the numbers of replaced tokens and of spans for a text of `length` tokens."""
+        # 100 tokens: 15 are replaced, in 5 spans. At least one token is replaced and one stays. Each span follows one
+        # or more tokens that stay, so there are at most as many spans as such tokens.
+        num_replaced = min(max(round(length * self.probability), 1), length - 1)
+        num_spans = min(round(num_replaced / self.mean_length), length - num_replaced)
+        return num_replaced, max(1, num_spans)
 
     def __call__(self, tokens: Tokens, generator: np.random.Generator) -> dict[str, torch.Tensor]:
         """Return a sample from the first `length` tokens. At least 2 tokens are required."""
         text = tokens[: self.length]
-        replaced, num = self._spans(len(text))
-        lengths = np.stack([_parts(len(text) - replaced, num, generator), _parts(replaced, num, generator)], axis=1)
-        parts = np.split(text, np.cumsum(lengths)[:-1])  # kept, replaced, kept and so on
-        masks = np.reshape(self.masks[:num], (num, 1))
+        num_replaced, num_spans = self._spans(len(text))
+        kept_lengths = _random_parts(len(text) - num_replaced, num_spans, generator)
+        replaced_lengths = _random_parts(num_replaced, num_spans, generator)
+        # The text a b c d e f with kept lengths 1, 2 and replaced lengths 2, 1 has the parts a, b c, d e, f. With the
+        # masks X and Y, the input is a X d e Y, and the labels are X b c Y f. Both end with the end token.
+        lengths = np.stack([kept_lengths, replaced_lengths], axis=1)
+        parts = np.split(text, np.cumsum(lengths)[:-1])
+        masks = np.reshape(self.masks[:num_spans], (num_spans, 1))
         end = [self.eos_token]
         ids = np.concatenate([*chain(*zip(parts[::2], masks, strict=True)), end])
         labels = np.concatenate([*chain(*zip(masks, parts[1::2], strict=True)), end])
         return _sample(ids, self.input_length, self.pad_token, labels, self.target_length)
 
 
-def _parts(total: int, num: int, generator: np.random.Generator) -> Tokens:
+def _random_parts(total: int, num: int, generator: np.random.Generator) -> Tokens:
     """Return `num` random whole numbers of at least 1 whose sum is `total`."""
+    # 10 in 3 parts: cuts after 2 and 7 give 2, 5 and 3.
     cuts = np.sort(generator.choice(total - 1, num - 1, replace=False)) + 1
     return np.diff([0, *cuts.tolist(), total])
 
 
 def _sample(ids: Tokens, length: int, pad_token: int, labels: Tokens, num_labels: int) -> dict[str, torch.Tensor]:
     """Return a sample that is padded to `length` tokens and `num_labels` labels."""
-    sample = {}
-    for name, values, size, padding in (
-        ("input_ids", ids, length, pad_token),
-        ("attention_mask", np.ones_like(ids), length, 0),
-        ("labels", labels, num_labels, IGNORED),
-    ):
-        padded = np.full(size, padding, dtype=np.int64)
-        padded[: len(values)] = values
-        sample[name] = torch.from_numpy(padded)
-    return sample
+    return {
+        "input_ids": _padded(ids, length, pad_token),
+        "attention_mask": _padded(np.ones_like(ids), length, 0),
+        "labels": _padded(labels, num_labels, IGNORED),
+    }
+
+
+def _padded(values: Tokens, length: int, padding: int) -> torch.Tensor:
+    padded = np.full(length, padding, dtype=np.int64)
+    padded[: len(values)] = values
+    return torch.from_numpy(padded)

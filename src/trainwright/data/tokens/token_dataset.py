@@ -84,8 +84,8 @@ class TokenDataset(Dataset[Any]):
             )
         if length < 1 or not 0 <= split[0] < split[1] <= 1:
             raise ConfigurationError(f"length={length}, split={split}: write at least 1, and two numbers from 0 to 1.")
-        weights = dict(files) if isinstance(files, Mapping) else None
-        paths = list(weights) if weights else [files] if isinstance(files, (str, os.PathLike)) else list(files)
+        weights = list(files.values()) if isinstance(files, Mapping) else None
+        paths: list[PathLike] = [files] if isinstance(files, (str, os.PathLike)) else list(files)
         if not paths:
             raise ConfigurationError("files is empty. Pass the path of a file of tokens.")
         self.length = length
@@ -96,23 +96,25 @@ class TokenDataset(Dataset[Any]):
         self.files = [TokenFile(path) for path in paths]
         _check_files(self.files, vocab_size)
         self._vocab_sizes = [_vocab_size(file, vocab_size) for file in self.files]
-        self._sources = [
-            _Packed(file, length, split)
-            if documents == "packed"
-            else _Windows(file, length, split, with_starts=documents == "separate")
-            for file in self.files
-        ]
+        self._sources: list[_Windows | _Packed] = []
+        for file in self.files:
+            if documents == "packed":
+                self._sources.append(_Packed(file, length, split))
+            else:
+                self._sources.append(_Windows(file, length, split, with_starts=documents == "separate"))
         counts = [len(source) for source in self._sources]
         for file, count in zip(self.files, counts, strict=True):
             if not count:
                 raise ConfigurationError(
                     f"{file.path} has no sample of length={length} in split={split}. Use a shorter length or more data."
                 )
+        # A file may give only some of its samples. They are chosen at random, not from its beginning.
         self._orders: list[KeyedPermutation] | None = None
         if weights is not None or num_samples is not None:
             self._orders = [KeyedPermutation(count, derive_key(seed, i)) for i, count in enumerate(counts)]
-            shares = list(weights.values()) if weights else counts
-            counts = _divide_exactly(sum(counts) if num_samples is None else num_samples, shares)
+            total = sum(counts) if num_samples is None else num_samples
+            counts = _divide_exactly(total, counts if weights is None else weights)
+        # Files with 3 and 5 samples have the indices 0 to 2 and 3 to 7. The ends are 3 and 8.
         self._ends = list(itertools.accumulate(counts))
 
     def __len__(self) -> int:
@@ -124,11 +126,13 @@ class TokenDataset(Dataset[Any]):
             raise IndexError(f"sample {index} is not in [0, {len(self)}).")
         which = bisect.bisect_right(self._ends, index)
         source = self._sources[which]
-        place = index - (self._ends[which - 1] if which else 0)
-        place %= len(source)
+        first = self._ends[which - 1] if which > 0 else 0
+        # With weights a file may give more samples than it has. Then they repeat in the same order.
+        place = (index - first) % len(source)
         if self._orders is not None:
             place = self._orders[which][place]
         tokens, starts = source.read(place)
+        # On a GPU a token outside of the vocabulary is an assertion in a kernel that names neither file nor sample.
         if not 0 <= tokens.min() <= tokens.max() < self._vocab_sizes[which]:
             raise ConfigurationError(
                 f"{self.files[which].path}.bin has the tokens {tokens.min()} to {tokens.max()} in sample {index}, "
@@ -141,19 +145,24 @@ class TokenDataset(Dataset[Any]):
     def _causal(self, tokens: Tokens, starts: list[int]) -> Sample:
         """Return a sample of up to `length` + 1 tokens in which documents begin at `starts`."""
         length = self.length
-        num = min(len(tokens), self.length)
+        num = min(len(tokens), length)
         ids = np.full(length, self._pad, dtype=np.int64)
-        labels, following = np.full((2, length), IGNORED, dtype=np.int64)
-        ids[:num] = labels[:num] = tokens[:num]
-        following[: len(tokens) - 1] = tokens[1 : length + 1]
+        ids[:num] = tokens[:num]
+        labels = np.full(length, IGNORED, dtype=np.int64)
+        labels[:num] = tokens[:num]
+        # A window has length + 1 tokens, so each position has a next token. In a packed sample the last one has none.
+        next_tokens = np.full(length, IGNORED, dtype=np.int64)
+        next_tokens[: len(tokens) - 1] = tokens[1 : length + 1]
         sample = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if self.documents != "joined":
-            following[[start - 1 for start in starts if start]] = IGNORED
+            # length 6, starts [0, 4]: position_ids are 0 1 2 3 0 1, and the token at 3 does not predict the one at 4.
             positions = np.arange(length)
             for start, stop in itertools.pairwise([*starts, length]):
                 positions[start:stop] -= start
+                if start > 0:
+                    next_tokens[start - 1] = IGNORED
             sample["position_ids"] = torch.from_numpy(positions)
-        sample["shift_labels"] = torch.from_numpy(following)
+        sample["shift_labels"] = torch.from_numpy(next_tokens)
         return sample
 
 
@@ -164,20 +173,31 @@ class _Windows:
         self._file = file
         self._length = length
         self._with_starts = with_starts
-        places = (int(part * file.num_tokens) for part in split)
-        self._first, last = (file.nearest_boundary(at) if 0 < at < file.num_tokens else at for at in places)
-        self._num = (last - self._first - 1) // length if last > self._first else 0
+        self._first = _nearest_boundary(file, split[0])
+        end = _nearest_boundary(file, split[1])
+        # The last sample needs a next token, too: 9 tokens are two samples of length 4, and 8 tokens are one.
+        self._num = max(0, (end - self._first - 1) // length)
 
     def __len__(self) -> int:
         return self._num
 
     def read(self, place: int) -> tuple[Tokens, list[int]]:
+        """Return the tokens of a sample, and the positions at which documents begin, if they are needed."""
         start = self._first + place * self._length
         stop = start + self._length + 1
         tokens = self._file.tokens[start:stop].astype(np.int64)
         if not self._with_starts:
             return tokens, []
-        return tokens, [0, *(place - start for place in self._file.boundaries(start, stop))]
+        return tokens, [0, *(boundary - start for boundary in self._file.boundaries(start, stop))]
+
+
+def _nearest_boundary(file: TokenFile, part: float) -> int:
+    """Return the index of the first token after a part of a file, moved to the nearest document boundary."""
+    place = int(part * file.num_tokens)
+    # The two ends of the file stay: `nearest_boundary` never returns them.
+    if place in (0, file.num_tokens):
+        return place
+    return file.nearest_boundary(place)
 
 
 class _Packed:
@@ -193,6 +213,8 @@ class _Packed:
     def __init__(self, file: TokenFile, length: int, split: tuple[float, float]) -> None:
         self._file = file
         index = file.path.with_name(file.path.name + ".idx").stat()
+        # A file that is written again has another time, so its old plan is not used. The last entry is the version of
+        # `_plan`: increase it when the function returns another plan.
         key = repr((length, split, index.st_size, index.st_mtime_ns, file.num_tokens, 1))
         name = f".{file.path.name}.packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
         folder = file.path.parent
@@ -200,73 +222,89 @@ class _Packed:
             folder = Path(tempfile.gettempdir())
         plan = folder / name
         if not plan.is_file():
+            # All ranks of a machine may compute the plan at once. Each renames its own complete file to it.
             temporary = plan.with_suffix(f".{os.getpid()}.npy")
             np.save(temporary, _plan(file.lengths(), length, split))
             temporary.replace(plan)
-        # (parts, 3): first token, length, and number of the sample that it is in; by sample
-        self._parts = np.load(plan, mmap_mode="r")
+        self._parts = np.load(plan, mmap_mode="r")  # see _plan
 
     def __len__(self) -> int:
-        return int(self._parts[-1, 2]) + 1 if len(self._parts) else 0
+        if len(self._parts) == 0:
+            return 0
+        return int(self._parts[-1, 2]) + 1
 
     def read(self, place: int) -> tuple[Tokens, list[int]]:
         """Return the tokens of a sample, and the positions at which documents or parts of documents begin."""
         low, high = np.searchsorted(self._parts[:, 2], [place, place + 1])
         parts = self._parts[low:high]
         tokens = np.concatenate([self._file.tokens[start : start + num] for start, num, _ in parts])
-        return tokens.astype(np.int64), (np.cumsum(parts[:, 1]) - parts[:, 1]).tolist()
+        starts = np.cumsum(parts[:, 1]) - parts[:, 1]  # parts of 5, 3 and 2 tokens begin at 0, 5 and 8
+        return tokens.astype(np.int64), starts.tolist()
 
 
 def _plan(lengths: Tokens, length: int, split: tuple[float, float]) -> Tokens:
-    first, last = (int(part * len(lengths)) for part in split)
-    starts = np.cumsum(lengths) - lengths
-    starts = starts[first:last]
-    lengths = lengths[first:last]
+    """Return the packing of documents with `lengths` into samples of `length` tokens.
+
+    Each row of shape (parts, 3) is a part of a document: the index of its first token in the file, its number of
+    tokens, and the index of its sample. Rows are sorted by sample.
+    """
+    first = int(split[0] * len(lengths))
+    end = int(split[1] * len(lengths))
+    starts = (np.cumsum(lengths) - lengths)[first:end]
+    lengths = lengths[first:end]
+    # With length 4, documents of 10 and 3 tokens have 3 parts and 1 part. The parts begin 0, 4 and 8 tokens, and
+    # 0 tokens, after the start of their document, and are 4, 4, 2 and 3 tokens long.
     num_parts = -(-lengths // length)
-    # every part but the last one of a document is as long as a sample
-    offsets = length * (np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts))
+    first_parts = np.cumsum(num_parts) - num_parts
+    number_in_document = np.arange(num_parts.sum()) - np.repeat(first_parts, num_parts)
+    offsets = length * number_in_document
+    part_starts = np.repeat(starts, num_parts) + offsets
     part_lengths = np.minimum(np.repeat(lengths, num_parts) - offsets, length)
-    order = np.argsort(-part_lengths, kind="stable")
-    samples = _best_fit(part_lengths[order], length)
-    plan = np.stack([(np.repeat(starts, num_parts) + offsets)[order], part_lengths[order], samples], axis=1)
+    longest_first = np.argsort(-part_lengths, kind="stable")
+    samples = _best_fit(part_lengths[longest_first], length)
+    plan = np.stack([part_starts[longest_first], part_lengths[longest_first], samples], axis=1)
     return plan[np.argsort(samples, kind="stable")]
 
 
 def _best_fit(lengths: Tokens, capacity: int) -> Tokens:
     """Return the index of the sample for each part. `lengths` must be in decreasing order."""
-    found = np.empty(len(lengths), dtype=np.int64)
-    num = 0
+    samples = np.empty(len(lengths), dtype=np.int64)
+    num_samples = 0
     by_space: dict[int, list[int]] = {}  # free space → samples that have it
     spaces: list[int] = []  # its keys in ascending order: the least one that is enough is found by bisection
-    for i, wanted in enumerate(lengths.tolist()):
-        at = bisect.bisect_left(spaces, wanted)
+    for part, part_length in enumerate(lengths.tolist()):
+        at = bisect.bisect_left(spaces, part_length)
         if at < len(spaces):
             space = spaces[at]
             sample = by_space[space].pop()
             if not by_space[space]:
-                del by_space[space], spaces[at]
+                del by_space[space]
+                del spaces[at]
         else:
             space = capacity
-            sample = num
-            num = num + 1
-        found[i] = sample
-        left = space - wanted
-        if left:
-            if left not in by_space:
-                bisect.insort(spaces, left)
-            by_space.setdefault(left, []).append(sample)
-    return found
+            sample = num_samples
+            num_samples += 1
+        samples[part] = sample
+        space -= part_length
+        if space > 0:
+            if space not in by_space:
+                bisect.insort(spaces, space)
+                by_space[space] = []
+            by_space[space].append(sample)
+    return samples
 
 
 def _check_files(files: Sequence[TokenFile], vocab_size: int | None) -> None:
     first = files[0]
+    first_tokenizer = first.facts.get("tokenizer")
     for file in files:
-        found = file.facts.get("tokenizer")
+        tokenizer = file.facts.get("tokenizer")
         size = file.facts.get("vocab_size")
-        if file.facts and first.facts and found != first.facts.get("tokenizer"):
+        # Files that Megatron-LM wrote have no facts, so their tokenizer is not known.
+        if file.facts and first.facts and tokenizer != first_tokenizer:
             raise ConfigurationError(
-                f"{file.path} was written with the tokenizer {found!r}, and {first.path} with "
-                f"{first.facts.get('tokenizer')!r}. Tokenize both files with one tokenizer."
+                f"{file.path} was written with the tokenizer {tokenizer!r}, and {first.path} with "
+                f"{first_tokenizer!r}. Tokenize both files with one tokenizer."
             )
         if vocab_size is not None and isinstance(size, int) and size > vocab_size:
             raise ConfigurationError(
@@ -276,11 +314,13 @@ def _check_files(files: Sequence[TokenFile], vocab_size: int | None) -> None:
 
 
 def _vocab_size(file: TokenFile, of_model: int | None) -> int:
-    """Return the upper bound of a file's tokens, exclusive. `_check_files` has compared both sizes."""
+    """Return the upper bound of a file's tokens, exclusive."""
     size = file.facts.get("vocab_size")
     if isinstance(size, int):
-        return size
-    return np.iinfo(np.int64).max if of_model is None else of_model
+        return size  # at most that of the model, see _check_files
+    if of_model is not None:
+        return of_model
+    return np.iinfo(np.int64).max
 
 
 def _divide_exactly(total: int, weights: Sequence[float]) -> list[int]:
@@ -291,9 +331,11 @@ def _divide_exactly(total: int, weights: Sequence[float]) -> list[int]:
     """
     if not all(weight >= 0 for weight in weights) or not 0 < sum(weights) < float("inf"):
         raise ConfigurationError(f"weights {list(weights)}: write positive numbers.")
-    shares = [total * weight / sum(weights) for weight in weights]
-    found = [int(share) for share in shares]
-    by_rest = sorted(range(len(found)), key=lambda i: found[i] - shares[i])
-    for i in by_rest[: total - sum(found)]:
-        found[i] += 1
-    return found
+    # 10 by the weights 1, 1, 1: exact values of 3.33, counts of 3, and the rest of 1 goes to the first of them. The
+    # largest fractions are rounded up.
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(value) for value in exact]
+    largest_fraction_first = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
+    for i in largest_fraction_first[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

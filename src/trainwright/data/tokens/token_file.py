@@ -29,6 +29,7 @@ Tokens = npt.NDArray[Any]
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _CHECKED_AT_ONCE = 2**16  # sequences of an index; the check needs some MB for an index of any size
+# Codes of the format. 6 and 7 are floating-point numbers.
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
@@ -54,50 +55,73 @@ class TokenFile:
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.path = _prefix(path)
-        index, data, facts = (_file(self.path, ending) for ending in (".idx", ".bin", ".json"))
+        index = _file(self.path, ".idx")
+        data = _file(self.path, ".bin")
+        facts = _file(self.path, ".json")
         for file in (index, data):
             if not file.is_file():
                 raise ConfigurationError(f"{file} is missing. Write it with `trainwright data tokenize`.")
         with index.open("rb") as stream:
             header = stream.read(_HEADER.size)
-        magic, version, code, num, bounds = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+        # A shorter file is filled, and then refused for its contents or its size.
+        magic, version, code, num_sequences, num_bounds = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         if magic != _MAGIC or version != 1 or code not in _DTYPES:
             raise ConfigurationError(
                 f"{index} is not an index of tokens (Megatron-LM's format, version 1). Write such files with "
                 "`trainwright data tokenize`."
             )
         self.dtype: npt.DTypeLike = np.dtype(_DTYPES[code])
-        _check_size(index, _HEADER.size + 12 * num + 8 * bounds, exact=False)  # Megatron-LM may append modes
+        # Three arrays follow each other: int32 lengths, int64 starts and int64 boundaries.
+        starts_at = 4 * num_sequences
+        bounds_at = starts_at + 8 * num_sequences
+        arrays_end = bounds_at + 8 * num_bounds
+        _check_size(index, _HEADER.size + arrays_end, exact=False)  # Megatron-LM may append modes
         arrays = np.memmap(index, np.uint8, "r")[_HEADER.size :]
-        self._lengths, self._starts = arrays[: 4 * num].view(np.int32), arrays[4 * num : 12 * num].view(np.int64)
-        self._bounds = arrays[12 * num : 12 * num + 8 * bounds].view(np.int64)
-        size = np.dtype(self.dtype).itemsize
+        self._lengths = arrays[:starts_at].view(np.int32)
+        self._starts = arrays[starts_at:bounds_at].view(np.int64)
+        self._bounds = arrays[bounds_at:arrays_end].view(np.int64)
+        token_bytes = np.dtype(self.dtype).itemsize
         if verify:
-            self._check_index(index, size)
-        end = int(self._starts[-1]) + size * int(self._lengths[-1]) if num else 0
-        _check_size(data, end, exact=True)
-        self.num_documents = bounds - 1
-        self.num_tokens = end // size
-        # an empty file cannot be mapped
-        self.tokens = np.memmap(data, self.dtype, "r", shape=(end // size,)) if end else np.zeros(0, self.dtype)
+            self._check_index(index, token_bytes)
+        num_bytes = 0
+        if num_sequences > 0:
+            num_bytes = int(self._starts[-1]) + token_bytes * int(self._lengths[-1])
+        _check_size(data, num_bytes, exact=True)
+        self.num_documents = num_bounds - 1
+        self.num_tokens = num_bytes // token_bytes
+        if self.num_tokens > 0:
+            self.tokens: Tokens = np.memmap(data, self.dtype, "r", shape=(self.num_tokens,))
+        else:
+            self.tokens = np.zeros(0, self.dtype)  # an empty file cannot be mapped
         self.facts = _read_facts(facts) if facts.is_file() else {}
 
-    def _check_index(self, index: Path, size: int) -> None:
-        """Check that sequences of tokens of `size` bytes follow each other, and that documents divide them."""
-        lengths = self._lengths
-        starts = self._starts
-        bounds = self._bounds
-        fits = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(lengths) and not starts[:1].any()
-        for first in range(0, max(len(lengths), len(bounds)), _CHECKED_AT_ONCE):
-            part = slice(first, first + _CHECKED_AT_ONCE)
-            following = starts[first + 1 : first + 1 + _CHECKED_AT_ONCE]
-            ends = starts[part] + lengths[part].astype(np.int64) * size
-            fits = fits and bool((lengths[part] >= 0).all() and (ends[: len(following)] == following).all())
-            fits = fits and bool((np.diff(bounds[first : first + _CHECKED_AT_ONCE + 1]) >= 0).all())
-        if not fits:
+    def _check_index(self, index: Path, token_bytes: int) -> None:
+        if not self._index_fits(token_bytes):
             raise ConfigurationError(
                 f"{index} is damaged: its lengths, starts and documents do not fit together. Write or copy it again."
             )
+
+    def _index_fits(self, token_bytes: int) -> bool:
+        """Return whether sequences follow each other without gaps, and documents divide them."""
+        lengths = self._lengths
+        starts = self._starts
+        bounds = self._bounds
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths):
+            return False
+        if len(starts) > 0 and starts[0] != 0:
+            return False
+        for first in range(0, max(len(lengths), len(bounds)), _CHECKED_AT_ONCE):
+            stop = first + _CHECKED_AT_ONCE
+            if (lengths[first:stop] < 0).any():
+                return False
+            # One entry more than the part: its last sequence must end where the next part begins.
+            next_starts = starts[first + 1 : stop + 1]
+            ends = starts[first:stop] + lengths[first:stop].astype(np.int64) * token_bytes
+            if (ends[: len(next_starts)] != next_starts).any():
+                return False
+            if (np.diff(bounds[first : stop + 1]) < 0).any():
+                return False
+        return True
 
     def __reduce__(self) -> tuple[Callable[..., TokenFile], tuple[Path]]:
         # Spawned workers map the file themselves. Its index has been checked.
@@ -135,7 +159,10 @@ class TokenFile:
         For a file with a single document, return `place`.
         """
         after = self._first_after(place)
-        starts = [self.start(document) for document in (after - 1, after) if 0 < document < self.num_documents]
+        starts = []
+        for document in (after - 1, after):  # the last start at or before `place`, and the first one after it
+            if 0 < document < self.num_documents:
+                starts.append(self.start(document))
         return min(starts, key=lambda start: abs(start - place), default=place)
 
     def _first_after(self, place: int) -> int:
@@ -159,7 +186,7 @@ class TokenFileWriter:
         self.path = _prefix(path)
         self._vocab_size = vocab_size
         self._facts = {**facts, "vocab_size": vocab_size}
-        self._code = 8 if vocab_size <= 2**16 else 4
+        self._code = 8 if vocab_size <= 2**16 else 4  # see _DTYPES
         self._lengths: list[int] = []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = TemporaryDirectory(prefix=f".{self.path.name}-", dir=self.path.parent)
@@ -172,16 +199,24 @@ class TokenFileWriter:
         Raises:
             ConfigurationError: A token is not an integer, or not in the vocabulary.
         """
-        found = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
-        if found.size and found.dtype.kind not in "iu":
-            raise ConfigurationError(f"document {len(self._lengths)} has tokens of {found.dtype}, expected integers.")
-        if found.size and not 0 <= int(found.min()) <= int(found.max()) < self._vocab_size:
+        document = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        if document.size > 0:
+            # Written as uint16, a token of 65,536 would silently be 0.
+            self._check_tokens(document)
+        self._data.write(document.astype(_DTYPES[self._code]).tobytes())
+        self._lengths.append(document.size)
+
+    def _check_tokens(self, document: Tokens) -> None:
+        number = len(self._lengths)
+        if document.dtype.kind not in "iu":
+            raise ConfigurationError(f"document {number} has tokens of {document.dtype}, expected integers.")
+        least = int(document.min())
+        greatest = int(document.max())
+        if least < 0 or greatest >= self._vocab_size:
             raise ConfigurationError(
-                f"document {len(self._lengths)} has the tokens {int(found.min())} to {int(found.max())}, and "
+                f"document {number} has the tokens {least} to {greatest}, and "
                 f"vocab_size={self._vocab_size}. Pass the size of the tokenizer, with its special tokens."
             )
-        self._data.write(found.astype(_DTYPES[self._code]).tobytes())
-        self._lengths.append(found.size)
 
     def __enter__(self) -> TokenFileWriter:
         return self
@@ -191,12 +226,15 @@ class TokenFileWriter:
             if kind is not None:
                 return
             num = len(self._lengths)
+            header = _HEADER.pack(_MAGIC, 1, self._code, num, num + 1)
             lengths = np.array(self._lengths, dtype=np.int32)
             starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(_DTYPES[self._code]).itemsize
-            index = _HEADER.pack(_MAGIC, 1, self._code, num, num + 1) + lengths.tobytes() + starts.tobytes()
-            _file(self._written, ".idx").write_bytes(index + np.arange(num + 1, dtype=np.int64).tobytes())
+            bounds = np.arange(num + 1, dtype=np.int64)  # each document is one sequence
+            index = header + lengths.tobytes() + starts.tobytes() + bounds.tobytes()
+            _file(self._written, ".idx").write_bytes(index)
             _file(self._written, ".json").write_text(json.dumps(self._facts), encoding="utf-8")
             self._data.close()
+            # Contents first, then names: a name on the disk never stands for contents that a power failure has lost.
             for ending in (".json", ".bin", ".idx"):
                 _sync(_file(self._written, ending))
             self._publish()
@@ -213,11 +251,14 @@ class TokenFileWriter:
 
 
 def _prefix(path: str | os.PathLike[str]) -> Path:
-    found = Path(path)
-    return found.with_suffix("") if found.suffix in (".bin", ".idx") else found
+    file = Path(path)
+    if file.suffix in (".bin", ".idx"):
+        return file.with_suffix("")
+    return file
 
 
 def _file(path: Path, ending: str) -> Path:
+    # Not `with_suffix`, which would replace the end of a name such as "wiki.v2".
     return path.with_name(path.name + ending)
 
 
@@ -237,15 +278,15 @@ def _sync(path: Path) -> None:
 
 def _read_facts(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        facts = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{file} is damaged: {error}. Write it again.") from None
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{file} is damaged: it is a {type(found).__name__}, expected a dict. Write it again.")
-    size = found.get("vocab_size")
+    if not isinstance(facts, dict):
+        raise ConfigurationError(f"{file} is damaged: it is a {type(facts).__name__}, expected a dict. Write it again.")
+    size = facts.get("vocab_size")
     if size is not None and type(size) is not int:
         raise ConfigurationError(f"{file} is damaged: vocab_size is {size!r}, expected a whole number. Write it again.")
-    return found
+    return facts
 
 
 def _check_size(file: Path, needed: int, *, exact: bool) -> None:

@@ -8,9 +8,9 @@ import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -61,50 +61,56 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
         raise ConfigurationError(
             f"--vocab-size {vocab_size} is for functions. Remove it: --tokenizer {name} has its own vocabulary size."
         )
-    encode: Encode
-    known: dict[str, int] = {}
-    label = name
-    end = None
+    vocabulary: dict[str, int] = {}
     if name == "bytes":
-        encode = str.encode
-        size = 257
-        end = 256
+        tokenizer = Tokenizer(str.encode, vocab_size=257, eod=256, name=name)
     elif is_function:
         if vocab_size is None:
             raise ConfigurationError(f"--tokenizer {name} is a function: pass --vocab-size, too.")
-        try:
-            encode = import_object(name)
-            size = vocab_size
-        except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"--tokenizer {name} cannot be imported: {error}.") from error
+        tokenizer = Tokenizer(_import_function(name), vocab_size, eod=None, name=name)
     else:
-        made = _load(name)
-        encode = partial(_encode_fast, made)
-        known = made.get_vocab()
-        size = max(known.values()) + 1
-        end = next((known[token] for token in _ENDS if token in known), None)
-        label = hashlib.sha256(made.to_str().encode()).hexdigest()[:16]
-    if eod is not None:
-        if eod not in known and not str(eod).isdigit():
-            raise ConfigurationError(
-                f"--eod {eod!r} is not a token of the tokenizer. Pass one of its tokens or a number."
-            )
-        end = int(eod) if str(eod).isdigit() else known[str(eod)]
-    return Tokenizer(encode, size, end, label)
+        fast = _load(name)
+        vocabulary = fast.get_vocab()
+        ends = [vocabulary[text] for text in _ENDS if text in vocabulary]
+        tokenizer = Tokenizer(
+            encode=partial(_encode_fast, fast),
+            vocab_size=max(vocabulary.values()) + 1,  # numbers of tokens may have gaps, so not their count
+            eod=ends[0] if ends else None,
+            # A folder's name says nothing about its tokenizer. The same tokenizer in two folders has one name.
+            name=hashlib.sha256(fast.to_str().encode()).hexdigest()[:16],
+        )
+    if eod is None:
+        return tokenizer
+    if str(eod).isdigit():
+        return replace(tokenizer, eod=int(eod))
+    if eod not in vocabulary:
+        raise ConfigurationError(f"--eod {eod!r} is not a token of the tokenizer. Pass one of its tokens or a number.")
+    return replace(tokenizer, eod=vocabulary[str(eod)])
+
+
+def _import_function(name: str) -> Encode:
+    try:
+        encode: Encode = import_object(name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"--tokenizer {name} cannot be imported: {error}.") from error
+    return encode
 
 
 def _load(name: str) -> Any:
     """Return a tokenizer of the library tokenizers, from a file, a folder or the hub."""
     tokenizers: Any = require_package("tokenizers", purpose=f"--tokenizer {name}")
     file = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
-    if not file.is_file() and (Path(name).exists() or file.suffix == ".json"):
+    is_local = file.is_file()
+    # Any other name may be one on the hub.
+    is_path = Path(name).exists() or file.suffix == ".json"
+    if is_path and not is_local:
         raise ConfigurationError(
             f"--tokenizer {name}: {file} is missing. transformers' save_pretrained writes it for fast tokenizers."
         )
-    if not file.is_file():
+    if not is_local:
         local_files_only(name, "tokenizer.json")  # raises if there is no network; from_pretrained has no such argument
     try:
-        if file.is_file():
+        if is_local:
             return tokenizers.Tokenizer.from_file(str(file))
         return tokenizers.Tokenizer.from_pretrained(name)
     except Exception as error:  # the library raises nothing more exact
@@ -147,10 +153,10 @@ def tokenize_files(
         if not file.is_file():
             raise ConfigurationError(f"{file} is {'not a file' if file.exists() else 'missing'}.")
     total = sum(file.stat().st_size for file in files)
-    texts = (text for file in files for text in _documents(file, key, documents))
+    texts = chain.from_iterable(_documents(file, key, documents) for file in files)
     encoded = _encoded(texts, tokenizer, num_processes)
-    size = None
     facts = {"tokenizer": tokenizer.name, "eod": tokenizer.eod}
+    has_documents = False
     # Close the pool also after an error: Python waits for an open one at exit.
     with (
         tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="tokenize") as bar,
@@ -158,16 +164,17 @@ def tokenize_files(
         closing(encoded),
     ):
         for size, tokens in encoded:
+            has_documents = True
             writer.add(tokens)
             bar.update(size)
-        if size is None:
+        if not has_documents:  # an error within the block, so that the writer leaves no file
             raise ConfigurationError(f"{', '.join(map(str, files))}: no document was found. Pass files with text.")
     return TokenFile(output)
 
 
 def _documents(file: Path, key: str, documents: str) -> Iterator[str]:
     try:
-        with file.open(encoding="utf-8-sig") as stream:
+        with file.open(encoding="utf-8-sig") as stream:  # without the byte order mark that Windows programs write
             if file.suffix == ".jsonl":
                 yield from _values(stream, key, file)
             elif documents == "file":
@@ -199,14 +206,16 @@ def _values(lines: Iterable[str], key: str, file: Path) -> Iterator[str]:
 
 def _encoded(texts: Iterator[str], tokenizer: Tokenizer, num_processes: int) -> Generator[tuple[int, list[int]]]:
     """Yield the size of each text in bytes and its tokens, in order."""
-    encode = partial(_encode, tokenizer.encode, [] if tokenizer.eod is None else [tokenizer.eod])
+    end = [] if tokenizer.eod is None else [tokenizer.eod]
+    encode = partial(_encode, tokenizer.encode, end)
     if num_processes == 1:
         yield from map(encode, texts)
         return
+    # A pool reads all of its input ahead, however slow its processes are. So it gets a few tasks at a time.
+    num_at_once = 8 * num_processes * _IN_A_TASK
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        # A pool reads its input without a bound: a few tasks at a time.
-        while some := list(islice(texts, 8 * num_processes * _IN_A_TASK)):
-            yield from pool.imap(encode, some, chunksize=_IN_A_TASK)
+        while next_texts := list(islice(texts, num_at_once)):
+            yield from pool.imap(encode, next_texts, chunksize=_IN_A_TASK)
 
 
 def _encode(encode: Encode, end: list[int], text: str) -> tuple[int, list[int]]:
@@ -214,5 +223,5 @@ def _encode(encode: Encode, end: list[int], text: str) -> tuple[int, list[int]]:
 
 
 def _encode_fast(tokenizer: Any, text: str) -> Sequence[int]:
-    found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return found
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return tokens
