@@ -81,7 +81,11 @@ def test_a_state_that_is_not_restored_is_a_failure(one: Check, monkeypatch: pyte
     ("part", "other", "text"),
     [
         ("versions", {"python": "3.11.0", "torch": "2.0", "trainwright": "0"}, "rank 1 has {'python': '3.11.0'"),
-        ("devices", ["cuda", "H100", "node", "cuda:0"], "different kinds of device: cpu, cuda"),
+        (
+            "devices",
+            {"kind": "cuda", "name": "H100", "host": "node", "device": "cuda:0"},
+            "different kinds of device: cpu, cuda",
+        ),
         ("clocks", [4e9] * 7, "s between ranks 0 and 1"),
     ],
 )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainwright.launch.launch import first_failure
+from trainwright.launch.failures import first_failure
 
 _OWN = "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a.py'\n[rank1]: ValueError: bad luck\n"
 _LOST = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: Connection closed by peer [127.0.0.1]:1\n"

@@ -116,7 +116,7 @@ def test_variables_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a flag hands it on
     monkeypatch.setenv("SECRET", "x")
     (tmp_path / ".deepspeed_env").write_text("# of this job\nGREETING=a = b\n\n")
-    found = hostfile.handed_variables()
+    found = hostfile.variables_to_send()
     assert found["GREETING"] == "a = b"
     assert found["NCCL_DEBUG"] == "INFO"
     assert {"PATH"} <= set(found)

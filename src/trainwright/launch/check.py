@@ -36,7 +36,7 @@ PARTS = {
     "resume": "Train without interruption until it is repaired: a resumed run would differ.",
 }
 _STOP_ADVICE = "Read the output of that rank above: its error, or its position. Look at its machine and its memory."
-_FLAGS = {"config_file": True, "run_folder": True, "json": False}
+_FLAGS = {"config_file": True, "run_folder": True, "json": False}  # besides options; True: with a value
 _MODULE = "trainwright.launch.check_processes"
 
 
@@ -52,9 +52,10 @@ class Finding:
 
 def failed(part: str, found: str) -> Finding:
     """Return the row of a part that failed. `found` is the error."""
-    return Finding(
-        part, FAIL, found, _STOP_ADVICE if found.startswith(STOPPED) and part != "processes" else PARTS[part]
-    )
+    advice = PARTS[part]
+    if found.startswith(STOPPED) and part != "processes":
+        advice = _STOP_ADVICE
+    return Finding(part, FAIL, found, advice)
 
 
 def check(argv: Sequence[str]) -> int:
@@ -75,15 +76,17 @@ def check(argv: Sequence[str]) -> int:
     for note in notes:
         print(f"trainwright check: {note}", file=sys.stderr)
     start_s = time.monotonic()
+    config = replace(config, max_restarts=None)  # the first failure is the result
     with tempfile.TemporaryDirectory(prefix="trainwright-check-", ignore_cleanup_errors=True) as temporary:
-        rows = _run(replace(config, max_restarts=None), further.get("run_folder", temporary), Path(temporary))
+        rows = _run(config, further.get("run_folder", temporary), Path(temporary))
+    results = [row.result for row in rows]
     if "json" in further:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print(table(rows))
-        counts = (f"{sum(row.result == result for row in rows)} {result}" for result in (PASS, FAIL, SKIPPED))
+        counts = [f"{results.count(result)} {result}" for result in (PASS, FAIL, SKIPPED)]
         print(f"\n{', '.join(counts)}, in {time.monotonic() - start_s:.1f} s")
-    return int(any(row.result == FAIL for row in rows))
+    return 1 if FAIL in results else 0
 
 
 def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding]:
@@ -94,32 +97,38 @@ def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding
     results.mkdir()
     work = Path(run_folder).absolute() / f"trainwright-check-{uuid.uuid4().hex[:8]}"
     command = LaunchCommand(config, _MODULE, [str(work), str(results)], "module", [])
-    ended = ""  # how the first process failed
+    problem = ""
     try:
         with redirect_stdout(sys.stderr):  # of the agent: the rows alone are output
             first = run_agent(command, local, config.log_dir or str(temporary / "logs"))
         if first is not None:
-            ended = f"rank {first.rank} ended ({first.how}); its output is above"
+            problem = f"rank {first.rank} ended ({first.how}); its output is above"
     except (OSError, RuntimeError, TimeoutError) as error:  # machines that do not meet
-        ended = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return complete(_read(results), ended)
+    return complete(_read(results), problem)
 
 
 def _read(results: Path) -> list[Finding]:
     """Return the rows of the process that wrote the most rows. A process that hangs writes no further rows."""
-    files = [file.read_text().splitlines() for file in sorted(results.glob("*.jsonl"))]
-    return [Finding(**json.loads(line)) for line in max(files, key=len, default=[])]
+    lines_by_process = [file.read_text().splitlines() for file in sorted(results.glob("*.jsonl"))]
+    longest = max(lines_by_process, key=len, default=[])
+    return [Finding(**json.loads(line)) for line in longest]
 
 
-def complete(rows: Sequence[Finding], ended: str) -> list[Finding]:
-    """Return a row for every part. If `rows` end early, the next part failed, because processes `ended`."""
-    found = list(rows)
-    left = list(PARTS)[len(rows) :]
-    if left and not (found and found[-1].found.startswith(STOPPED)):
-        found.append(failed(left.pop(0), STOPPED + (ended or "processes ended without a result")))
-    return found + [Finding(part, SKIPPED, "not reached") for part in left]
+def complete(rows: Sequence[Finding], problem: str) -> list[Finding]:
+    """Return a row for every part. If `rows` end early, the next part failed with `problem`."""
+    all_rows = list(rows)
+    missing_parts = list(PARTS)[len(rows) :]
+    # The watchdog of a process has written a row before it ended the processes.
+    has_reason = len(all_rows) > 0 and all_rows[-1].found.startswith(STOPPED)
+    if missing_parts and not has_reason:
+        text = problem or "processes ended without a result"
+        all_rows.append(failed(missing_parts.pop(0), STOPPED + text))
+    for part in missing_parts:
+        all_rows.append(Finding(part, SKIPPED, "not reached"))
+    return all_rows
 
 
 def table(rows: Sequence[Finding]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import platform
 import shutil
@@ -31,15 +32,16 @@ from trainwright.core.process import detect
 from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, failed
 
 LIMIT_S = 45.0
-_DELAY_S = 3.0
-_LOOK_S = 0.2
+_DELAY_S = 3.0  # from the first failure of a rank to the end of the others, so that they can report errors too
+_POLL_S = 0.2
 _WIDTH = 16
-_BATCH = 4
+_BATCH_SIZE = 4
 _STEPS = 20
+# Largest relative difference from plain PyTorch in float32, by mixed precision.
 _TOLERANCE = {"no": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "fp8": 2e-1}
 _MAX_SKEW_S = 1.0
-_MIN_FREE = 2**30
-_WRITTEN = 2**25
+_MIN_FREE_BYTES = 2**30
+_WRITTEN_BYTES = 2**25
 
 Facts = tuple[str, str]  # result and found
 
@@ -62,8 +64,10 @@ class Watch:
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None
-        self._here, self._rows = detect(), results / f"{os.getpid()}.jsonl"
-        self._rows.touch()
+        self._process = detect()
+        # The name is the process ID, by which `_end` finds the other processes of this machine.
+        self._rows_file = results / f"{os.getpid()}.jsonl"
+        self._rows_file.touch()
         self._lock = threading.Lock()
         self.begin("processes")
         threading.Thread(target=self._run, daemon=True).start()
@@ -81,54 +85,71 @@ class Watch:
             self._write(row)
 
     def _write(self, row: Finding) -> None:
-        with self._rows.open("a") as file:
+        with self._rows_file.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
     def _run(self) -> None:
         while True:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             with self._lock:
-                now_s = time.monotonic()
-                try:
-                    if (
-                        self.store is not None
-                        and self._end_s < float("inf")
-                        and self.store.check([_failure(self._part)])
-                    ):
-                        self._end_s = min(self._end_s, now_s + _DELAY_S)  # others may finish, or fail too
-                    reasons = self._reasons() if now_s > self._end_s else []
-                except RuntimeError as error:  # the store has ended, with the machine of rank 0
-                    reasons = [f"the connection to rank 0 is lost: {error}"]
+                reasons = self._reasons_to_end()
                 if reasons:
                     self._end(reasons)
+
+    def _reasons_to_end(self) -> list[str]:
+        """Return why the current part must end, or an empty list if it may continue."""
+        if self._end_s == float("inf"):
+            return []  # between two parts
+        now_s = time.monotonic()
+        try:
+            if self.store is not None and self.store.check([_failure_key(self._part)]):
+                # Other ranks may still finish the part, or fail with an error of their own.
+                self._end_s = min(self._end_s, now_s + _DELAY_S)
+            if now_s <= self._end_s:
+                return []
+            return self._problems()
+        except RuntimeError as error:
+            # The store is in a process of rank 0's machine. It ends with that machine.
+            return [f"the connection to rank 0 is lost: {error}"]
 
     def _end(self, reasons: list[str]) -> None:
         self._write(failed(self._part, f"{STOPPED}{'; '.join(reasons)}"))
         # torch's agent would wait 30 s for a process that is stopped.
-        for file in set(self._rows.parent.glob("*.jsonl")) - {self._rows}:
+        for file in self._rows_file.parent.glob("*.jsonl"):
+            if file == self._rows_file:
+                continue
             with suppress(OSError):
                 os.kill(int(file.stem), signal.SIGKILL)
         os._exit(1)
 
-    def _reasons(self) -> list[str]:
+    def _problems(self) -> list[str]:
         """Return the errors of all ranks in the current part, including ranks that did not finish it."""
-        part = self._part
         text = f"did not finish within {LIMIT_S:.0f} s, or when another rank failed"
         if self.store is None:
-            return [f"rank {self._here.rank} {text}"]
-        self.store.set(f"late/{self._here.rank}", "")
-        # One process of a machine writes the row. Ranks that still run have set their keys then.
-        time.sleep(2 * _DELAY_S if self._here.local_rank else _DELAY_S)
-        done = [rank for rank in range(self._here.world_size) if self.store.check([f"{part}/{rank}"])]
-        missing = [rank for rank in range(self._here.world_size) if rank not in done]
-        facts = {rank: json.loads(self.store.get(f"{part}/{rank}")) for rank in done}
-        problems = [f"rank {rank}: {found}" for rank, (result, found) in facts.items() if result == FAIL]
-        silent = [f"rank {rank} does not respond" for rank in missing if not self.store.check([f"late/{rank}"])]
-        return [*problems, f"rank {', '.join(map(str, missing))} {text}", *silent]
+            return [f"rank {self._process.rank} {text}"]
+        self.store.set(f"late/{self._process.rank}", "")
+        # Wait until all ranks that still run have set this key. The first process of a machine waits for a shorter
+        # time, so that it alone writes the row and then kills the others.
+        time.sleep(2 * _DELAY_S if self._process.local_rank else _DELAY_S)
+        errors = []
+        unfinished = []
+        silent = []
+        for rank in range(self._process.world_size):
+            key = f"{self._part}/{rank}"  # set by `Check.run` at the end of a part
+            if self.store.check([key]):
+                result, found = json.loads(self.store.get(key))
+                if result == FAIL:
+                    errors.append(f"rank {rank}: {found}")
+                continue
+            unfinished.append(str(rank))
+            if not self.store.check([f"late/{rank}"]):
+                silent.append(f"rank {rank} does not respond")
+        return [*errors, f"rank {', '.join(unfinished)} {text}", *silent]
 
 
-def _failure(part: str) -> str:
-    return f"{part} failed"  # the key that the first failing rank sets
+def _failure_key(part: str) -> str:
+    """Return the key that each failing rank sets."""
+    return f"{part} failed"
 
 
 class Check:
@@ -150,13 +171,14 @@ class Check:
         """
         if self._store is None:
             return [value]
+        # Every rank makes the same exchanges in the same order, so the count is a name for them on all ranks.
         self._num_exchanges += 1
         name = key or f"exchange {self._num_exchanges}"
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps(value))
         while not self._store.check(keys):
             time.sleep(0.002)
-        return [json.loads(self._store.get(one)) for one in keys]
+        return [json.loads(self._store.get(rank_key)) for rank_key in keys]
 
     def run(self, part: str, work: Callable[[Check], str]) -> Finding:
         """Run one part. Return its row, which is the same on every rank. Collective."""
@@ -170,7 +192,9 @@ class Check:
         except Exception as error:  # noqa: BLE001  # a part that raises is a failure, and the next ones run
             facts = FAIL, " ".join(f"{type(error).__name__}: {error}".split())[:500]
         if self._store is not None and facts[0] == FAIL:
-            self._store.set(_failure(part), "")
+            # Before the exchange, which ranks that wait for this one inside the part never reach: their watchdogs end
+            # them by this key.
+            self._store.set(_failure_key(part), "")
         row = combined(part, [(result, found) for result, found in self.exchange(facts, part)])
         if row.result == FAIL:
             self.failed.add(part)
@@ -182,8 +206,9 @@ def combined(part: str, facts: list[Facts]) -> Finding:
     problems = {rank: found for rank, (result, found) in enumerate(facts) if result == FAIL}
     if not problems:
         return Finding(part, *facts[0])
-    if len(set(problems.values())) == 1 and len(problems) == len(facts):
-        return failed(part, facts[0][1])
+    every_rank_failed = len(problems) == len(facts)
+    if every_rank_failed and len(set(problems.values())) == 1:
+        return failed(part, problems[0])
     return failed(part, "; ".join(f"rank {rank}: {found}" for rank, found in problems.items()))
 
 
@@ -197,22 +222,28 @@ def processes(check: Check) -> str:
 def devices(check: Check) -> str:
     """Compare the devices of all ranks."""
     device = check.accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    facts = check.exchange([device.type, name, socket.gethostname(), str(device)])
-    kinds, names, hosts, _ = (sorted(set(values)) for values in zip(*facts, strict=True))
+    name = platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    rows = check.exchange({"kind": device.type, "name": name, "host": socket.gethostname(), "device": str(device)})
+    kinds = sorted({row["kind"] for row in rows})
+    names = sorted({row["name"] for row in rows})
+    hosts = {row["host"] for row in rows}
     _expect(len(kinds) == 1, f"ranks have different kinds of device: {', '.join(kinds)}")
-    own = {(host, place) for *_, host, place in facts}
-    _expect(device.type == "cpu" or len(own) == len(facts), f"{len(facts)} processes have {len(own)} devices")
-    return f"{len(facts)} x {kinds[0]} ({', '.join(names)}) on {len(hosts)} machine(s)"
+    distinct = {(row["host"], row["device"]) for row in rows}
+    # Any number of processes may share a CPU. NCCL needs one device per process.
+    has_own_device = device.type == "cpu" or len(distinct) == len(rows)
+    _expect(has_own_device, f"{len(rows)} processes have {len(distinct)} devices")
+    return f"{len(rows)} x {kinds[0]} ({', '.join(names)}) on {len(hosts)} machine(s)"
 
 
 def versions(check: Check) -> str:
     """Compare the versions of all ranks."""
-    mine = {"python": platform.python_version(), "torch": torch.__version__, "trainwright": __version__}
-    every = check.exchange(mine)
-    other = [f"rank {rank} has {facts}" for rank, facts in enumerate(every) if facts != every[0]]
-    _expect(not other, f"rank 0 has {every[0]}; {'; '.join(other[:3])}")
-    return ", ".join(f"{name} {version}" for name, version in mine.items())
+    installed = {"python": platform.python_version(), "torch": torch.__version__, "trainwright": __version__}
+    by_rank = check.exchange(installed)
+    different = [f"rank {rank} has {facts}" for rank, facts in enumerate(by_rank) if facts != by_rank[0]]
+    _expect(not different, f"rank 0 has {by_rank[0]}; {'; '.join(different[:3])}")
+    return ", ".join(f"{name} {version}" for name, version in installed.items())
 
 
 def clocks(check: Check) -> str:
@@ -223,12 +254,16 @@ def clocks(check: Check) -> str:
     for _ in range(7):
         check.accelerator.wait_for_everyone()
         times.append(time.time())
-    every = check.exchange(times)
-    offsets = [statistics.median(map(float.__sub__, one, every[0])) for one in every]
-    skew = max(offsets) - min(offsets)
-    ranks = f"{offsets.index(min(offsets))} and {offsets.index(max(offsets))}"
-    _expect(skew <= _MAX_SKEW_S, f"{skew:.1f} s between ranks {ranks}")
-    return f"{skew * 1e3:.1f} ms between ranks"
+    by_rank = check.exchange(times)
+    # A rank may leave one barrier late, which the median of seven barriers ignores.
+    offsets_s = []
+    for rank_times in by_rank:
+        differences = [time_s - time_0_s for time_s, time_0_s in zip(rank_times, by_rank[0], strict=True)]
+        offsets_s.append(statistics.median(differences))
+    skew_s = max(offsets_s) - min(offsets_s)
+    ranks = f"{offsets_s.index(min(offsets_s))} and {offsets_s.index(max(offsets_s))}"
+    _expect(skew_s <= _MAX_SKEW_S, f"{skew_s:.1f} s between ranks {ranks}")
+    return f"{skew_s * 1e3:.1f} ms between ranks"
 
 
 def collectives(check: Check) -> str:
@@ -242,42 +277,50 @@ def collectives(check: Check) -> str:
     def filled(value: float) -> torch.Tensor:
         return torch.full((1000,), float(value), device=device)
 
-    one = filled(rank + 1)
-    last = filled(rank + 1)
-    mine = filled(0)
-    every = [filled(0) for _ in range(n)]
-    dist.all_reduce(one)
-    dist.broadcast(last, src=n - 1)
-    dist.all_gather(every, filled(rank + 1))
-    dist.reduce_scatter(mine, [filled((rank + 1) * (other + 1)) for other in range(n)])
-    total = n * (n + 1) / 2
-    results = [("all_reduce", one, total), ("broadcast", last, n), ("reduce_scatter", mine, total * (rank + 1))]
-    results += [(f"all_gather of rank {other}", tensor, other + 1) for other, tensor in enumerate(every)]
-    for name, tensor, value in results:
+    def expect(name: str, tensor: torch.Tensor, value: float) -> None:
         _expect(torch.equal(tensor, filled(value)), f"{name} returned {tensor[0].item()}, expected {value}")
-    size = 2**24 if device.type == "cpu" else 2**28
+
+    # Rank r has r + 1, so the sum over ranks is 1 + 2 + … + n.
+    total = n * (n + 1) / 2
+    reduced = filled(rank + 1)
+    broadcast = filled(rank + 1)
+    scattered = filled(0)
+    gathered = [filled(0) for _ in range(n)]
+    # All of them run before the first comparison: a rank that left early would let the others wait.
+    dist.all_reduce(reduced)
+    dist.broadcast(broadcast, src=n - 1)
+    dist.all_gather(gathered, filled(rank + 1))
+    # Rank r sends (r + 1) * (other + 1) to rank `other`.
+    dist.reduce_scatter(scattered, [filled((rank + 1) * (other + 1)) for other in range(n)])
+    expect("all_reduce", reduced, total)
+    expect("broadcast", broadcast, n)
+    expect("reduce_scatter", scattered, total * (rank + 1))
+    for other, tensor in enumerate(gathered):
+        expect(f"all_gather of rank {other}", tensor, other + 1)
+    size_bytes = 2**24 if device.type == "cpu" else 2**28
     small = torch.ones(1, device=device)
-    big = torch.ones(size // 4, device=device)
-    latency_s = _seconds(small, 20)
-    seconds = _seconds(big, 3)
-    speed = 2 * (n - 1) / n * size / seconds / 1e9
-    return f"results are right; all_reduce {latency_s * 1e6:.0f} µs, {speed:.2f} GB/s at {size >> 20} MiB"
+    big = torch.ones(size_bytes // 4, device=device)
+    latency_s = _all_reduce_seconds(small, 20)
+    seconds = _all_reduce_seconds(big, 3)
+    # A ring sends 2 * (n - 1) / n of the tensor through each link.
+    speed = 2 * (n - 1) / n * size_bytes / seconds / 1e9
+    return f"results are right; all_reduce {latency_s * 1e6:.0f} µs, {speed:.2f} GB/s at {size_bytes >> 20} MiB"
 
 
-def _seconds(tensor: torch.Tensor, repetitions: int) -> float:
-    """Return the time of one all_reduce."""
-    found = []
+def _all_reduce_seconds(tensor: torch.Tensor, repetitions: int) -> float:
+    """Return the median time of one all_reduce."""
+    times_s = []
     for _ in range(repetitions + 1):
         start_s = time.perf_counter()
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # the values stay the same
         float(tensor[0])  # waits for the device
-        found.append(time.perf_counter() - start_s)
-    return statistics.median(found[1:])
+        times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s[1:])  # the first one opens connections
 
 
 def data(check: Check) -> str:
     """Compare the samples that all ranks receive with the data set."""
-    number = 8 * check.world_size + 3
+    number = 8 * check.world_size + 3  # odd, so that the last global batch is never full
     seen = []
     check.accelerator.free_memory()
     loader = check.accelerator.prepare(DataLoader(TensorDataset(torch.arange(number)), batch_size=2, shuffle=True))
@@ -296,9 +339,11 @@ class _Block(nn.Sequential):
 
 class _CheckedModel(nn.Sequential):
     def tensor_parallel_plan(self, mesh: object) -> dict[str, str]:
-        return {
-            f"{i}.{layer}": kind for i in range(len(self) - 1) for layer, kind in (("0", "colwise"), ("2", "rowwise"))
-        }
+        plan = {}
+        for i in range(len(self) - 1):  # the last layer is not a block
+            plan[f"{i}.0"] = "colwise"
+            plan[f"{i}.2"] = "rowwise"
+        return plan
 
 
 class Training:
@@ -314,9 +359,12 @@ class Training:
             fsdp.transformer_cls_names_to_wrap = ["_Block"]  # in place of the user's classes
         model = _CheckedModel(_Block(), _Block(), nn.Linear(_WIDTH, 1))
         self.plain = copy.deepcopy(model)
-        self.x = torch.randn(check.world_size * _BATCH * self.num_batches, _WIDTH, generator=torch.Generator())
+        num_samples = check.world_size * _BATCH_SIZE * self.num_batches
+        # A generator of its own has the default seed: the data do not depend on `seed`, unlike the weights.
+        self.x = torch.randn(num_samples, _WIDTH, generator=torch.Generator())
         self.y = torch.sin(self.x.sum(1, keepdim=True))
-        loader = DataLoader(TensorDataset(torch.arange(len(self.x)), self.x, self.y), batch_size=_BATCH, shuffle=True)
+        samples = TensorDataset(torch.arange(num_samples), self.x, self.y)
+        loader = DataLoader(samples, batch_size=_BATCH_SIZE, shuffle=True)
         self.model, self.optimizer, self.loader = accelerator.prepare(model, _optimizer(model), loader)
 
     def batches(self) -> Iterator[tuple[list[int], float, bool]]:
@@ -332,8 +380,8 @@ class Training:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the full weights on the main process. Collective."""
-        found = self.accelerator.get_state_dict(self.model)
-        return {name: tensor.detach().float().cpu() for name, tensor in found.items()}
+        state = self.accelerator.get_state_dict(self.model)
+        return {name: tensor.detach().float().cpu() for name, tensor in state.items()}
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -346,34 +394,41 @@ def plain_training(training: Training, batches: list[tuple[list[int], float, boo
     model = training.plain
     losses = []
     optimizer = _optimizer(model)
-    size = accelerator.gradient_accumulation_steps
+    accumulation_steps = accelerator.gradient_accumulation_steps
+    # DeepSpeed clips by its own configuration. "auto" stands for no clipping.
     deepspeed = accelerator.deepspeed_plugin
     clip = None if deepspeed is None else deepspeed.gradient_clipping
-    for number, (index, _, skipped) in enumerate(batches, 1):
+    for number, (index, _, was_skipped) in enumerate(batches, 1):
         loss = nn.functional.mse_loss(model(training.x[index]), training.y[index])
-        torch.autograd.backward(loss / size)
+        torch.autograd.backward(loss / accumulation_steps)
         losses.append(loss.item())
-        if number % size == 0:
-            if isinstance(clip, float) and clip > 0:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            if not skipped:
-                optimizer.step()
-            optimizer.zero_grad()
+        if number % accumulation_steps != 0:
+            continue
+        if isinstance(clip, float) and clip > 0:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if not was_skipped:  # the loss scale of fp16 skips steps
+            optimizer.step()
+        optimizer.zero_grad()
     return losses
 
 
 def parity(check: Check) -> str:
     """Compare a training in all processes with a training on the same global batches in one process."""
     training = Training(check, seed=0)
-    done = list(islice(training.batches(), training.num_batches))
+    batches = list(islice(training.batches(), training.num_batches))
     weights = training.weights()
-    losses = plain_training(training, done)
-    scale = statistics.mean(losses)
-    differences = [abs(loss - one) / scale for (_, loss, _), one in zip(done, losses, strict=True)]
-    plain = training.plain.state_dict()
-    if check.accelerator.is_main_process:
-        differences += [float((weights[name] - one).norm() / one.norm()) for name, one in plain.items()]
-    largest = max(differences, key=lambda one: one if one == one else float("inf"))  # NaN is the largest
+    plain_losses = plain_training(training, batches)
+    # Relative to the mean: the loss of a single batch may be nearly zero.
+    scale = statistics.mean(plain_losses)
+    differences = []
+    for (_, loss, _), plain_loss in zip(batches, plain_losses, strict=True):
+        differences.append(abs(loss - plain_loss) / scale)
+    if check.accelerator.is_main_process:  # the other ranks have no full weights
+        for name, plain_weight in training.plain.state_dict().items():
+            differences.append(float((weights[name] - plain_weight).norm() / plain_weight.norm()))
+    largest = max(differences)
+    if any(map(math.isnan, differences)):
+        largest = math.nan  # max ignores NaN, unless it comes first
     tolerance = _TOLERANCE[check.accelerator.mixed_precision]
     bound = f"tolerance {tolerance:.0e}, precision {check.accelerator.mixed_precision}"
     text = f"{_STEPS} steps: largest relative difference {largest:.1e} ({bound})"
@@ -391,9 +446,9 @@ def run_folder(check: Check) -> str:
             check.folder.mkdir()
             start_s = time.perf_counter()
             with (check.folder / "written").open("wb") as file:
-                file.write(os.urandom(2**20) * (_WRITTEN >> 20))
+                file.write(os.urandom(2**20) * (_WRITTEN_BYTES >> 20))
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # otherwise the speed is that of the memory
             seconds = time.perf_counter() - start_s
         except OSError as error:
             problem = str(error)
@@ -402,9 +457,9 @@ def run_folder(check: Check) -> str:
     shared = (check.folder / "written").is_file()
     _expect(shared, f"{check.folder.parent} does not show the file of rank 0: it is not shared")
     (check.folder / f"written by rank {check.rank}").write_text("")
-    free = shutil.disk_usage(check.folder).free
-    text = f"{free / 1e9:.1f} GB free, {_WRITTEN / seconds / 1e6:.0f} MB/s written"
-    _expect(free >= _MIN_FREE, f"{text}; at least {_MIN_FREE / 1e9:.1f} GB are needed")
+    free_bytes = shutil.disk_usage(check.folder).free
+    text = f"{free_bytes / 1e9:.1f} GB free, {_WRITTEN_BYTES / seconds / 1e6:.0f} MB/s written"
+    _expect(free_bytes >= _MIN_FREE_BYTES, f"{text}; at least {_MIN_FREE_BYTES / 1e9:.1f} GB are needed")
     return text
 
 
@@ -421,14 +476,14 @@ def resume(check: Check) -> str:
     check.accelerator.save_state(state)
     losses = [next(batches) for _ in range(half)]
     weights = training.weights()
-    del batches
-    again = Training(check, seed=1)
+    del batches  # closes the generator, and with it the iterator of the loader
+    resumed = Training(check, seed=1)  # other weights, which `load_state` must replace
     check.accelerator.load_state(state)
-    repeated = list(islice(again.batches(), half))
-    _expect(repeated == losses, "batches or losses after load_state differ from those of the run that continued")
-    found = again.weights()
-    other = [name for name, one in weights.items() if not torch.equal(one, found[name])]
-    _expect(not other, f"weights after load_state and {_STEPS // 2} steps differ: {', '.join(other)}")
+    resumed_losses = list(islice(resumed.batches(), half))
+    _expect(resumed_losses == losses, "batches or losses after load_state differ from those of the run that continued")
+    resumed_weights = resumed.weights()
+    different = [name for name, weight in weights.items() if not torch.equal(weight, resumed_weights[name])]
+    _expect(not different, f"weights after load_state and {_STEPS // 2} steps differ: {', '.join(different)}")
     return f"{_STEPS // 2} steps after load_state are bit-equal to the run that continued"
 
 
@@ -437,7 +492,7 @@ _WORK = (processes, devices, versions, clocks, collectives, data, parity, run_fo
 
 def main(folder: Path, results: Path) -> None:
     """Run all parts in this process. Write a row for each part."""
-    os.dup2(2, 1)  # the output of `trainwright check` is its rows
+    os.dup2(2, 1)  # stdout becomes stderr: the output of `trainwright check` is its rows
     watch = Watch(results)
     try:
         check = Check(Accelerator(), folder)

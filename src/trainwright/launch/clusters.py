@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, WorkerError
 from trainwright.launch import child
-from trainwright.launch.hostfile import handed_variables
+from trainwright.launch.hostfile import variables_to_send
 from trainwright.launch.kubernetes import write_manifest
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, known_options
@@ -24,17 +24,22 @@ from trainwright.launch.sagemaker import check_job, start_job
 from trainwright.processes.launcher import free_port
 from trainwright.processes.ray_actors import PARENT, RayJob, run_on_ray
 
-# Options that only the launcher's own processes use, with values that request nothing. Files of `accelerate config`
-# have some of them.
-_OF_THE_LAUNCHER: dict[str, object] = {
+# Options that only torch's agent uses, with values that request nothing. Files of `accelerate config` have some of
+# them.
+_AGENT_OPTIONS: dict[str, object] = {
     "machine_rank": 0,
     "rdzv_backend": "static",
     "gpu_ids": "all",
     "max_restarts": 0,
     "deepspeed_multinode_launcher": "standard",
-    **dict.fromkeys(
-        ("rdzv_conf", "rdzv_id", "monitor_interval", "log_dir", "tee", "role", "tpu", "deepspeed_hostfile")
-    ),
+    "rdzv_conf": None,
+    "rdzv_id": None,
+    "monitor_interval": None,
+    "log_dir": None,
+    "tee": None,
+    "role": None,
+    "tpu": None,
+    "deepspeed_hostfile": None,
 }
 _PORT = 29500  # of torchrun
 # Heading of options that need an engine → the engine.
@@ -44,22 +49,17 @@ _ENGINES = {"Slurm": "slurm", "MPI": "mpi", "Ray": "ray", "Kubernetes": "kuberne
 def check_cluster(config: LaunchConfig) -> None:
     """Raise ConfigurationError if an option needs another engine (`--slurm`, `--mpi`, …), or lacks one."""
     engine = config.engine
-    given = config.set_options()
-    for name, value in given.items():
-        owner = _ENGINES.get(known_options()[name].group, engine)
-        if owner != engine and value is not False and (name, value) != ("mpirun_ccl", 1):
-            raise ConfigurationError(f"--{name} needs --{owner} too.")
+    for name, value in config.set_options().items():
+        required_engine = _ENGINES.get(known_options()[name].group, engine)
+        requests_nothing = value is False or (name, value) == ("mpirun_ccl", 1)  # as in files of `accelerate config`
+        if required_engine != engine and not requests_nothing:
+            raise ConfigurationError(f"--{name} needs --{required_engine} too.")
     if config.print and engine not in ("slurm", "mpi", "sagemaker"):
         raise ConfigurationError("--print needs --slurm, --mpi or --sagemaker too.")
     if engine is None:
         return
-    for name, value in given.items():
-        unused = name in _OF_THE_LAUNCHER and value not in (False, _OF_THE_LAUNCHER[name])
-        if name == "max_restarts" and engine in ("ray", "kubernetes"):
-            unused = False
-        if engine == "sagemaker" and name in ("num_processes", "main_process_port"):
-            unused = True
-        if unused or (name == "main_process_ip" and value and engine != "mpi"):
+    for name, value in config.set_options().items():
+        if not _has_effect(name, value, engine):
             raise ConfigurationError(f"--{name} {value} has no effect with --{engine}. Remove it.")
     if engine == "sagemaker":
         check_job(config)
@@ -70,14 +70,27 @@ def check_cluster(config: LaunchConfig) -> None:
     for option in (config.slurm_option or "").splitlines():
         if not option.startswith("-"):
             raise ConfigurationError(f"--slurm_option {option}: expected an option of sbatch, such as --exclusive.")
-    folder = Path(config.slurm_output or "").parent  # an absolute one may exist on the machines of the job only
-    if not (config.print or folder.is_absolute() or "%" in str(folder) or folder.is_dir()):
+    folder = Path(config.slurm_output or "").parent
+    # An absolute folder may exist on the machines of the job only, and Slurm replaces %j by the number of the job.
+    is_known_later = config.print or folder.is_absolute() or "%" in str(folder)
+    if not is_known_later and not folder.is_dir():
         raise ConfigurationError(
             f"--slurm_output {config.slurm_output}: the folder {folder} does not exist, and Slurm does not create it. "
             f"Run: mkdir -p {folder}"
         )
     if config.mpirun_hostfile and not Path(config.mpirun_hostfile).expanduser().is_file():
         raise ConfigurationError(f"--mpirun_hostfile {config.mpirun_hostfile} does not exist. Check the path.")
+
+
+def _has_effect(name: str, value: object, engine: str) -> bool:
+    """Return False for an option that `engine` would silently ignore."""
+    if name == "max_restarts" and engine in ("ray", "kubernetes"):
+        return True
+    if engine == "sagemaker" and name in ("num_processes", "main_process_port"):
+        return False  # the instances determine both
+    if name == "main_process_ip" and value and engine != "mpi":
+        return False
+    return name not in _AGENT_OPTIONS or value in (False, _AGENT_OPTIONS[name])
 
 
 def start_on_cluster(command: LaunchCommand) -> int:
@@ -153,7 +166,10 @@ def sbatch_script(command: LaunchCommand) -> str:
         "signal": "USR1@120",
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
-    options += ["--requeue", *(config.slurm_option or "").splitlines()]  # the last of equal options counts
+    options += [
+        "--requeue",
+        *(config.slurm_option or "").splitlines(),
+    ]  # last, because the last of equal options counts
     for option in options:
         if not option.isprintable():  # a further line would be a command
             raise ConfigurationError(f"{option!r} is not one line of printable text, as a script for sbatch needs it.")
@@ -170,20 +186,32 @@ def sbatch_script(command: LaunchCommand) -> str:
 def mpirun_command(command: LaunchCommand) -> list[str]:
     """Return the command of mpirun, for Open MPI, Intel MPI or MPICH."""
     config = command.config
-    is_open = _is_open_mpi()
     words = ["mpirun", "-n", str(config.num_processes)]
+    hostfile = ""
     if config.mpirun_hostfile:
-        words += ["--hostfile" if is_open else "-f", str(Path(config.mpirun_hostfile).expanduser())]
+        hostfile = str(Path(config.mpirun_hostfile).expanduser())
+    local = None
     if config.num_machines:
         local = (config.num_processes or 1) // config.num_machines
-        words += ["--map-by", f"ppr:{local}:node"] if is_open else ["-ppn", str(local)]
-    if is_open:
-        words += ["--bind-to", "none"]  # the default is one core for each process
-        words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    variables = handed_variables() | config.environment() | _address(config)
+    variables = variables_to_send() | config.environment() | _address(config)
     variables["CCL_WORKER_COUNT"] = str(config.mpirun_ccl or 1)
-    for name, value in variables.items():
-        words += ["-x", f"{name}={value}"] if is_open else ["-genv", name, value]
+    if _is_open_mpi():
+        if hostfile:
+            words += ["--hostfile", hostfile]
+        if local is not None:
+            words += ["--map-by", f"ppr:{local}:node"]
+        words += ["--bind-to", "none"]  # the default is one core for each process
+        if os.geteuid() == 0:
+            words.append("--allow-run-as-root")
+        for name, value in variables.items():
+            words += ["-x", f"{name}={value}"]
+    else:
+        if hostfile:
+            words += ["-f", hostfile]
+        if local is not None:
+            words += ["-ppn", str(local)]
+        for name, value in variables.items():
+            words += ["-genv", name, value]
     return [*words, *child.command(child.PARENT), *command.program]
 
 
@@ -201,11 +229,18 @@ def _is_open_mpi() -> bool:
 
 def _address(config: LaunchConfig) -> dict[str, str]:
     """Return the variables with the address of rank 0, which runs on the first machine of the hostfile."""
-    lines = Path(config.mpirun_hostfile).expanduser().read_text().splitlines() if config.mpirun_hostfile else []
-    hosts = [re.split(r"[\s:]", line.strip())[0] for line in lines if line.strip() and not line.strip().startswith("#")]
-    first = next(iter(hosts), "127.0.0.1")
-    several = len(set(hosts)) > 1
-    if several and first in ("localhost", "127.0.0.1"):
-        first = socket.gethostname()
-    port = config.main_process_port or (_PORT if several else free_port())
+    hosts = []
+    if config.mpirun_hostfile:
+        for line in Path(config.mpirun_hostfile).expanduser().read_text().splitlines():
+            text = line.strip()
+            if text and not text.startswith("#"):
+                hosts.append(re.split(r"[\s:]", text)[0])  # "node1 slots=2" of Open MPI, "node1:2" of MPICH
+    first = hosts[0] if hosts else "127.0.0.1"
+    has_several = len(set(hosts)) > 1
+    if has_several and first in ("localhost", "127.0.0.1"):
+        first = socket.gethostname()  # other machines cannot reach this one by that name
+    port = config.main_process_port
+    if not port:
+        # A port that is free here may be in use on another first machine: use the same as torchrun.
+        port = _PORT if has_several else free_port()
     return {"MASTER_ADDR": config.main_process_ip or first, "MASTER_PORT": str(port)}

@@ -28,7 +28,10 @@ _COMMANDS = {
 
 def config(argv: Sequence[str]) -> int:
     """Ask questions and write a configuration file, or run the sub-command. Return 1 if an existing file is kept."""
-    name = argv[0] if argv and argv[0] in _COMMANDS else ""
+    name = ""
+    if argv and argv[0] in _COMMANDS:
+        name = argv[0]
+        argv = argv[1:]
     lines = "\n".join(f"  {command:<8} {text}" for command, text in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=f"trainwright config {name}".strip(),
@@ -41,7 +44,7 @@ def config(argv: Sequence[str]) -> int:
     parser.add_argument("--config_file", "--config-file", type=Path, metavar="FILE", help=text)
     if name == "default":
         parser.add_argument("--mixed_precision", "--mixed-precision", default="no", help="no, fp16, bf16 or fp8")
-    options = parser.parse_args(argv[1:] if name else argv)
+    options = parser.parse_args(argv)
     path = options.config_file
     if name == "update":
         return _update(path or reading.default_file())
@@ -50,17 +53,19 @@ def config(argv: Sequence[str]) -> int:
         return 0
     path = path or config_file.default_path()
     if name == "default":
-        found = config_file.basic_config(options.mixed_precision)
+        basic = config_file.basic_config(options.mixed_precision)
         if path.exists():
             raise ConfigurationError(f"{path} exists. Delete it, or pass --config_file with another path.")
-        return _write(found, path)
+        _write(basic, path)
+        return 0
     questions.check_terminal()
     if path.exists() and not questions.confirm(f"{path} exists. Replace it?"):
         print("Nothing was written.")
         return 1
-    found = questions.ask(device_count())
-    check_options(found)
-    return _write(found, path)
+    answers = questions.ask(device_count())
+    check_options(answers)
+    _write(answers, path)
+    return 0
 
 
 def _update(path: Path | None) -> int:
@@ -68,8 +73,11 @@ def _update(path: Path | None) -> int:
         raise ConfigurationError("there is no configuration file. Write one with `trainwright config`.")
     content = reading.read_content(path)
     values = reading.read_file(path)[1]
-    kind = str(content.get("distributed_type"))
-    _write(LaunchConfig(**values), path, kind if kind in reading.DEVICES and kind != "MULTI_CPU" else "MULTI_GPU")
+    # Options do not contain the type of the devices, such as MULTI_NPU: take it from the old file.
+    devices = str(content.get("distributed_type"))
+    if devices not in reading.DEVICES or devices == "MULTI_CPU":
+        devices = "MULTI_GPU"
+    _write(LaunchConfig(**values), path, devices)
     unused = [key for key in content if reading.sets_nothing(key) and key not in values]
     if unused:
         print(f"Omitted, because they set nothing: {', '.join(unused)}")
@@ -83,12 +91,15 @@ def described(path: str | Path | None = None) -> list[str]:
         path: The file. Default: None, which is the file that `trainwright launch` reads by default.
     """
     variables = reading.read_variables()
-    file = reading.read_file(path)
-    found, notes = reading.merged({}, variables, file)
-    known = reading.known_options()
-    origins = {name: f"the variable {known[name].variable}" if name in variables else file[0] for name in found}
-    lines = [f"{name}={value} ({origins[name]})" for name, value in found.items()]
-    return [file[0] or "no configuration file", *lines, *notes]
+    file, file_values = reading.read_file(path)
+    values, notes = reading.merged({}, variables, (file, file_values))
+    lines = [file or "no configuration file"]
+    for name, value in values.items():
+        origin = file
+        if name in variables:
+            origin = f"the variable {reading.known_options()[name].variable}"
+        lines.append(f"{name}={value} ({origin})")
+    return [*lines, *notes]
 
 
 def to_fsdp2(argv: Sequence[str]) -> int:
@@ -106,18 +117,17 @@ def to_fsdp2(argv: Sequence[str]) -> int:
     if target.exists() and not options.overwrite:
         raise ConfigurationError(f"{target} exists. Pass --overwrite to replace it.")
     origin, values = reading.read_file(options.config_file)
-    found, removed = config_file.to_fsdp2(LaunchConfig(**values), origin)
-    _write(found, target)
+    converted, removed = config_file.to_fsdp2(LaunchConfig(**values), origin)
+    _write(converted, target)
     if removed:
         print(f"Omitted, because FSDP2 does not have them: {', '.join(removed)}")
     return 0
 
 
-def _write(found: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> int:
-    config_file.write_file(found, path, devices)
+def _write(options: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> None:
+    config_file.write_file(options, path, devices)
     option = "" if path == config_file.default_path() else f" --config_file {path}"
     print(f"{path} is written. Start a script with it: trainwright launch{option} script.py")
-    return 0
 
 
 def tpu_config(argv: Sequence[str]) -> int:
@@ -137,14 +147,20 @@ def tpu_config(argv: Sequence[str]) -> int:
     parser.add_argument("--debug", action="store_true", help="print the command of gcloud instead of running it")
     options = parser.parse_args(argv)
     file = options.config_file or reading.default_file()
-    content: Any = {} if file is None else reading.read_content(file)
-    found = content if isinstance(content, dict) else {}
-    name = options.tpu_name or found.get("tpu_name")
-    zone = options.tpu_zone or found.get("tpu_zone")
+    content: Any = {}
+    if file is not None:
+        content = reading.read_content(file)
+    if not isinstance(content, dict):  # an empty file, for example
+        content = {}
+    name = options.tpu_name or content.get("tpu_name")
+    zone = options.tpu_zone or content.get("tpu_zone")
     if not (name and zone):
         raise ConfigurationError("a TPU pod needs --tpu_name and --tpu_zone, as flags or keys of --config_file.")
-    program = ["gcloud", *(["alpha"] if options.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", str(name)]
-    program += ["--zone", str(zone), "--command", "; ".join(_tpu_commands(options, found)), "--worker", "all"]
+    program = ["gcloud"]
+    if options.use_alpha:
+        program.append("alpha")
+    program += ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
+    program += ["--command", "; ".join(_tpu_commands(options, content)), "--worker", "all"]
     if options.debug:
         print(shlex.join(program))
         return 0
@@ -160,9 +176,13 @@ def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[
             "--install_accelerate and --accelerate_version are not supported: trainwright is not on PyPI. Copy a clone "
             "to the pod and pass --command 'pip install PATH' before the other commands."
         )
-    given = [word for words in options.command or () for word in words]
-    file = options.command_file or (None if given else content.get("command_file"))
-    commands = given or content.get("commands") or []
+    commands: list[Any] = []
+    for words in options.command or ():  # a list for each --command
+        commands += words
+    file = options.command_file
+    if not commands:
+        file = file or content.get("command_file")
+        commands = content.get("commands") or []
     if file is not None:
         try:
             commands = Path(file).read_text().splitlines()

@@ -19,9 +19,11 @@ from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import FILE_NAMES, TYPES, config_folders, known_options
 
 _AXES = "parallelism_config"
-# Options of FSDP1 that FSDP2 does not have.
-_FSDP1 = (
-    *("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states"),
+# Options of FSDP1 that FSDP2 does not have, besides fsdp_sharding_strategy, which is translated.
+_REMOVED_OF_FSDP1 = (
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+    "fsdp_sync_module_states",
     "fsdp_use_orig_params",
 )
 
@@ -38,14 +40,18 @@ def content_of(config: LaunchConfig, devices: str = "MULTI_GPU") -> dict[str, An
         config: The options.
         devices: Value of `distributed_type` for several processes on accelerators. Default: `"MULTI_GPU"`.
     """
-    kind = _type_of(config, devices)
-    implied: dict[str, Any] = dict(TYPES.get(kind, {}))
-    content: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
+    # Options that `distributed_type` and `compute_environment` stand for. The file does not repeat them.
+    implied: dict[str, Any]
+    content: dict[str, Any]
     if config.sagemaker:
         implied = {"sagemaker": True, "sagemaker_distributed_type": config.sagemaker_distributed_type}
         content = {"compute_environment": "AMAZON_SAGEMAKER"}
         if config.sagemaker_distributed_type is not None:
             content["distributed_type"] = config.sagemaker_distributed_type
+    else:
+        kind = _type_of(config, devices)
+        implied = dict(TYPES.get(kind, {}))
+        content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
     sections: dict[str, dict[str, Any]] = {}
     for name, value in config.set_options().items():
         section = known_options()[name].section
@@ -56,9 +62,10 @@ def content_of(config: LaunchConfig, devices: str = "MULTI_GPU") -> dict[str, An
         if section:
             sections.setdefault(section, {})[name] = value
         elif implied.get(name) != value:
-            content["use_cpu" if name == "cpu" else name] = value
+            key = "use_cpu" if name == "cpu" else name  # Accelerate's name
+            content[key] = value
     if sections.get(_AXES) and config.use_parallelism_config:
-        del content["use_parallelism_config"]
+        del content["use_parallelism_config"]  # the section stands for it
     return content | sections
 
 
@@ -82,12 +89,17 @@ def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> 
     import yaml  # `--help` does without it
 
     content = content_of(config, devices)
-    text = f"{json.dumps(content, indent=2)}\n" if path.suffix == ".json" else yaml.safe_dump(content)
-    partial = path.resolve().with_name(f".{path.name}.partial")
+    if path.suffix == ".json":
+        text = f"{json.dumps(content, indent=2)}\n"
+    else:
+        text = yaml.safe_dump(content)
+    # A full disk must not leave half a file in place of the old one. A symbolic link stays, and its target is replaced.
+    target = path.resolve()
+    partial = target.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path.resolve())
+        partial.replace(target)
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
@@ -100,14 +112,14 @@ def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> 
 def basic_config(mixed_precision: str = "no") -> LaunchConfig:
     """Return the options of one process for each device of this machine."""
     devices = device_count()
-    found = LaunchConfig(
+    config = LaunchConfig(
         cpu=devices == 0,
         num_machines=1,
         num_processes=devices or 1,
         mixed_precision=known_options()["mixed_precision"].parse(mixed_precision, "a basic configuration"),
     )
-    check_options(found)
-    return found
+    check_options(config)
+    return config
 
 
 def write_basic_config(
@@ -144,25 +156,36 @@ def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]
         raise ConfigurationError(f"{origin} does not describe FSDP. Add distributed_type: FSDP.")
     if config.fsdp_version == 2:
         raise ConfigurationError(f"{origin} has fsdp_version: 2 already. Use it as it is.")
-    given = str(config.fsdp_reshard_after_forward)
-    strategy = config.fsdp_sharding_strategy
-    if given.upper() in FSDP_SHARDING_STRATEGY:  # files of FSDP1 may have the strategy under this key
-        strategy = strategy or given
-    numbers = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
-    strategy = numbers.get(str(strategy or 1), str(strategy).upper())
-    if strategy not in FSDP_SHARDING_STRATEGY or strategy == "NO_SHARD":
-        advice = "FSDP2 always shards. Use distributed_type: MULTI_GPU" if strategy == "NO_SHARD" else "It is unknown"
+    strategy = _sharding_strategy(config)
+    if strategy == "NO_SHARD" or strategy not in FSDP_SHARDING_STRATEGY:
+        advice = "It is unknown"
+        if strategy == "NO_SHARD":
+            advice = "FSDP2 always shards. Use distributed_type: MULTI_GPU"
         raise ConfigurationError(f"{origin}: fsdp_sharding_strategy={strategy!r} has no counterpart. {advice}.")
     reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD")
     values: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": str(reshards)}
-    if strategy.startswith("HYBRID") and (config.num_machines or 1) > 1 and not config.use_parallelism_config:
+    machines = config.num_machines or 1
+    shards_within_machines = strategy.startswith("HYBRID") and machines > 1
+    if shards_within_machines and not config.use_parallelism_config:
         if config.num_processes is None:
             raise ConfigurationError(f"{origin}: {strategy} needs num_processes. Write it into the file.")
-        machines = config.num_machines or 1
-        values |= {
-            "use_parallelism_config": True,
-            f"{_AXES}_dp_replicate_size": machines,
-            f"{_AXES}_dp_shard_size": config.num_processes // machines,
-        }
-    removed = [name for name in _FSDP1[1:] if getattr(config, name) is not None]  # the strategy is translated
-    return replace(config, **values, **dict.fromkeys(_FSDP1)), removed
+        values["use_parallelism_config"] = True
+        values[f"{_AXES}_dp_replicate_size"] = machines
+        values[f"{_AXES}_dp_shard_size"] = config.num_processes // machines
+    values["fsdp_sharding_strategy"] = None
+    removed = []
+    for name in _REMOVED_OF_FSDP1:
+        values[name] = None
+        if getattr(config, name) is not None:
+            removed.append(name)
+    return replace(config, **values), removed
+
+
+def _sharding_strategy(config: LaunchConfig) -> str:
+    """Return the strategy of FSDP1 by name, such as `"FULL_SHARD"`, which is the default."""
+    strategy = config.fsdp_sharding_strategy
+    reshards = str(config.fsdp_reshard_after_forward)
+    if not strategy and reshards.upper() in FSDP_SHARDING_STRATEGY:
+        strategy = reshards  # files of FSDP1 may have the strategy under this key
+    names_by_number = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
+    return names_by_number.get(str(strategy or 1), str(strategy).upper())

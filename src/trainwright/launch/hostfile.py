@@ -24,17 +24,23 @@ from trainwright.launch import child
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, known_options
 
-_HANDED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "UCX_", "PYTHON", "LD_LIBRARY_PATH")
-# Options that are not handed on as they are.
-_OWN = (
-    *("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"),
-    *("machine_rank", "gpu_ids"),
+# Beginnings of the names of variables that other machines receive.
+_SENT_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "UCX_", "PYTHON", "LD_LIBRARY_PATH")
+# Options that other machines do not receive, or receive with a value of their own.
+_NOT_SENT = (
+    "deepspeed_hostfile",
+    "deepspeed_inclusion_filter",
+    "deepspeed_exclusion_filter",
+    "deepspeed_multinode_launcher",
+    "machine_rank",
+    "gpu_ids",
 )
 _REACH_SECONDS = 8
-_LAST_OUTPUT_SECONDS = 0.5
+_LAST_OUTPUT_SECONDS = 0.5  # a failed machine may still send the rest of its output
+# The exit code of a machine's program, by that program or by pdsh, or a connection that failed.
 _FAILURE = re.compile(rf"(?:{child.ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
 _HOST = re.compile(r"\w[\w.:@-]*")  # pdsh and ssh read other characters as options, lists and files
-_Hosts = dict[str, list[int]]
+_Hosts = dict[str, list[int]]  # {"node1": [0, 1], "node2": [0, 1]}
 
 
 def read_hosts(config: LaunchConfig) -> _Hosts:
@@ -44,15 +50,16 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
     path = str(config.deepspeed_hostfile)
     if not Path(path).is_file():
         raise ConfigurationError(f"--deepspeed_hostfile {path} does not exist. Check the path.")
-    filters = config.deepspeed_inclusion_filter or "", config.deepspeed_exclusion_filter or ""
+    inclusion = config.deepspeed_inclusion_filter or ""
+    exclusion = config.deepspeed_exclusion_filter or ""
     try:
-        hosts = read_hostfile(path, *filters)
+        hosts = read_hostfile(path, inclusion, exclusion)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--deepspeed_hostfile {path}, or a filter of its machines: {error}.") from error
     for name in hosts:
         if not _HOST.fullmatch(name):
             raise ConfigurationError(f"--deepspeed_hostfile {path}: {name!r} is not the name of a machine.")
-    if len({len(slots) for slots in hosts.values()}) != 1:
+    if len({len(slots) for slots in hosts.values()}) != 1:  # 0: no machine
         counts = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.items()) or "none"
         raise ConfigurationError(
             f"machines need the same number of slots, at least 1. Slots by the hostfile and its filters: {counts}."
@@ -61,9 +68,9 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
 
 
 def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]:
-    """Return the command with the options of the hostfile, and the machines for pdsh. None: pdsh is not used."""
+    """Return the command with the options of the hostfile, and the machines for pdsh, or None without pdsh."""
     config = command.config
-    launcher = command.config.deepspeed_multinode_launcher or "standard"
+    launcher = config.deepspeed_multinode_launcher or "standard"
     if launcher not in ("standard", "pdsh"):
         raise ConfigurationError(
             f"--deepspeed_multinode_launcher {launcher} is not supported. Use standard or pdsh, or start the script by "
@@ -75,31 +82,38 @@ def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]
         return command, None
     hosts = read_hosts(config)
     uses_pdsh = launcher == "pdsh"
-    rank = 0 if uses_pdsh else _own_rank(hosts) if config.machine_rank is None else config.machine_rank
+    rank = config.machine_rank
+    if uses_pdsh:
+        rank = 0  # each machine receives its rank from pdsh
+    elif rank is None:
+        rank = _own_rank(hosts)
+    # The check of options, which follows, reports a rank that is out of range.
     slots = list(hosts.values())[min(max(rank, 0), len(hosts) - 1)]
-    found: dict[str, Any] = {"num_machines": len(hosts), "num_processes": len(hosts) * len(slots)}
-    found["gpu_ids"] = None if config.cpu else ",".join(map(str, slots))
-    notes = [
-        f"{name}={value} of {config.deepspeed_hostfile} is used, not {getattr(config, name)}."
-        for name, value in found.items()
-        if getattr(config, name) not in (None, "all", value)
-    ]
+    values: dict[str, Any] = {"num_machines": len(hosts), "num_processes": len(hosts) * len(slots)}
+    values["gpu_ids"] = None if config.cpu else ",".join(map(str, slots))
+    notes = list(command.notes)
+    for name, value in values.items():
+        replaced = getattr(config, name)
+        if replaced not in (None, "all", value):
+            notes.append(f"{name}={value} of {config.deepspeed_hostfile} is used, not {replaced}.")
+    first_host = next(iter(hosts)).rpartition("@")[2]  # without the user in "user@node1"
     config = replace(
         config,
-        **found,
+        **values,
         machine_rank=rank,
-        main_process_ip=config.main_process_ip or next(iter(hosts)).rpartition("@")[2],
+        main_process_ip=config.main_process_ip or first_host,
         main_process_port=config.main_process_port or 29500,
     )
-    return replace(command, config=config, notes=command.notes + notes), hosts if uses_pdsh else None
+    return replace(command, config=config, notes=notes), hosts if uses_pdsh else None
 
 
 def _own_rank(hosts: _Hosts) -> int:
     """Return the position of this machine's name in the hostfile. Raise if the file does not have it once."""
-    own = socket.gethostname()
-    ranks = [rank for rank, name in enumerate(hosts) if name in (own, own.partition(".")[0], socket.getfqdn())]
+    host = socket.gethostname()
+    names = (host, host.partition(".")[0], socket.getfqdn())
+    ranks = [rank for rank, name in enumerate(hosts) if name in names]
     if len(ranks) != 1:
-        raise ConfigurationError(f"{own} is not in the hostfile. Pass --machine_rank, from 0 to {len(hosts) - 1}.")
+        raise ConfigurationError(f"{host} is not in the hostfile. Pass --machine_rank, from 0 to {len(hosts) - 1}.")
     return ranks[0]
 
 
@@ -111,9 +125,12 @@ def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
     variables = environment() | {"PDSH_RCMD_TYPE": kind}
     _check_reachable(hosts, variables)
     text = _remote_text(command, hosts)
-    words = ["sh", "-c", text if kind == "exec" else shlex.quote(text)]  # others pass words to a shell
+    if kind != "exec":
+        text = shlex.quote(text)  # ssh and others pass the words to a shell, which removes one level of quotes
+    words = ["sh", "-c", text]
     pdsh = [*child.command(os.getpid()), "pdsh", "-S", "-b", "-f", str(len(hosts)), "-w", ",".join(hosts), *words]
-    before = signal.signal(signal.SIGTERM, _end)
+    # The default of SIGTERM would end this process without the `finally` below.
+    previous_handler = signal.signal(signal.SIGTERM, _end)
     try:
         with subprocess.Popen(pdsh, stderr=subprocess.PIPE, env=variables, start_new_session=True) as run:
             try:
@@ -121,7 +138,7 @@ def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
             finally:
                 run.terminate()  # it closes the connections, which ends the machines
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _end(number: int, frame: object) -> None:
@@ -141,33 +158,48 @@ def _follow(run: subprocess.Popen[bytes]) -> int:
 
 
 def _remote_text(command: LaunchCommand, hosts: _Hosts) -> str:
-    """Return the shell command of a machine. pdsh replaces %n by its rank."""
-    words = [f"--{name}={value}" for name, value in command.config.set_options().items() if name not in _OWN]
-    words += {"module": ["-m"], "program": ["--no_python"]}.get(command.kind, [])
-    handed = [f"{name}={value}" for name, value in handed_variables().items()]
-    program = ["exec", "env", *handed, *child.command("machine"), sys.executable, "-m", "trainwright", "launch"]
-    last = [*words, "--", command.script, *command.arguments]
-    folder, start, rest = (shlex.join(part).replace("%", "%%") for part in ([str(Path.cwd())], program, last))
+    """Return the shell command that all machines run. pdsh replaces %n by a machine's rank.
+
+    cd FOLDER && case %n in 0) d=0,1;; 1) d=0,1;; esac &&
+        exec env VARIABLES CHILD python -m trainwright launch --machine_rank=%n --gpu_ids=$d OPTIONS -- SCRIPT ARGUMENTS
+    """
+    options = [f"--{name}={value}" for name, value in command.config.set_options().items() if name not in _NOT_SENT]
+    if command.kind == "module":
+        options.append("-m")
+    elif command.kind == "program":
+        options.append("--no_python")
+    variables = [f"{name}={value}" for name, value in variables_to_send().items()]
+    program = ["exec", "env", *variables, *child.command("machine"), sys.executable, "-m", "trainwright", "launch"]
+    folder = _quoted([str(Path.cwd())])
+    start = _quoted(program)
+    rest = _quoted([*options, "--", command.script, *command.arguments])
     cases = " ".join(f"{rank}) d={','.join(map(str, slots))};;" for rank, slots in enumerate(hosts.values()))
     devices = "" if command.config.cpu else " --gpu_ids=$d"
     return f"cd {folder} && case %n in {cases} esac && {start} --machine_rank=%n{devices} {rest}"
 
 
-def handed_variables() -> dict[str, str]:
+def _quoted(words: list[str]) -> str:
+    """Quote words for a shell and for pdsh, which reads %% as %."""
+    return shlex.join(words).replace("%", "%%")
+
+
+def variables_to_send() -> dict[str, str]:
     """Return the variables that other machines receive: variables of libraries, then those in `.deepspeed_env`."""
-    of_options = {option.variable for option in known_options().values()}  # their values are flags
-    found = {
-        name: value
-        for name, value in environment().items()
-        if (name == "PATH" or name.startswith(_HANDED_ON)) and name not in of_options
-    }
+    variables_of_options = {option.variable for option in known_options().values()}  # sent as flags
+    variables = {}
+    for name, value in environment().items():
+        is_sent = name == "PATH" or name.startswith(_SENT_VARIABLES)
+        if is_sent and name not in variables_of_options:
+            variables[name] = value
     for folder in (Path.home(), Path.cwd()):
         file = folder / (variable("DS_ENV_FILE") or ".deepspeed_env")
-        for line in file.read_text().splitlines() if file.is_file() else ():
+        if not file.is_file():
+            continue
+        for line in file.read_text().splitlines():
             name, equals, value = line.strip().partition("=")
             if equals and not name.startswith("#"):
-                found[name] = value
-    return found
+                variables[name] = value
+    return variables
 
 
 def _check_reachable(hosts: _Hosts, variables: dict[str, str]) -> None:

@@ -6,26 +6,23 @@ Invalid options raise ConfigurationError before any process is started.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.device_types import properties
 from trainwright.core.names.stand_in import is_active
 from trainwright.launch import child
 from trainwright.launch.clusters import check_cluster, start_on_cluster
+from trainwright.launch.failures import FirstFailure, first_failure
 from trainwright.launch.hostfile import start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.machines import MachineWatch
@@ -34,16 +31,28 @@ from trainwright.processes.launcher import patch_environment, set_variable, set_
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _ALL = "all"
-_MOST = 1_000_000  # processes, machines or restarts; a greater number is a mistake, and the agent would count to it
+_LARGEST_NUMBER = 1_000_000  # of processes, machines or restarts. The agent would count to a mistyped larger one.
 _ELASTIC_RESTARTS = 100  # a machine that leaves costs one
-# Errors that follow from the end of another process.
-_CONSEQUENCE = re.compile(
-    r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError|ends after the failure of rank"
+# Groups of options of which at most one may be passed.
+_EXCLUSIVE = (
+    ("use_fsdp", "use_deepspeed", "use_megatron_lm"),
+    ("use_parallelism_config", "use_megatron_lm"),
+    ("tpu", "cpu", "multi_gpu"),
+    ("slurm", "mpi", "ray", "kubernetes", "sagemaker"),
+    ("mpirun_hostfile", "slurm", "ray", "kubernetes", "sagemaker"),  # it selects --mpi
 )
-
-_BLAMES = re.compile(r"ends after the failure of rank (\d+)\.")  # the message of a process that has ended itself
-
-_AGENT_WAITS_S = 30  # between SIGTERM and SIGKILL
+# Device files of accelerators in /dev: NVIDIA, AMD and Intel (renderD), Ascend, Habana and Google (accel), Cambricon,
+# AWS Neuron, AMD's compute driver, GPUs under Windows' WSL.
+_DEVICE_FILES = (
+    "nvidia[0-9]*",
+    "dri/renderD*",
+    "davinci[0-9]*",
+    "accel/accel*",
+    "cambricon_dev*",
+    "neuron[0-9]*",
+    "kfd",
+    "dxg",
+)
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -68,10 +77,12 @@ def launch(argv: Sequence[str]) -> int:
         return start_on_cluster(command)
     if machines is not None:
         return start_machines(command, machines)
-    if (command.config.multi_gpu or command.config.gpu_ids) and not command.config.cpu and not device_count():
+    requests_gpus = command.config.multi_gpu or command.config.gpu_ids
+    if requests_gpus and not command.config.cpu and not device_count():
         print("trainwright launch: this machine has no GPU, so it trains on the CPU.", file=sys.stderr)
     local, total = set_environment(command.config)
     if total == 1:
+        # This process becomes the script: signals and the exit code need no forwarding.
         os.execvp(command.program[0], command.program)
     return _run_agent(command, local)
 
@@ -81,6 +92,7 @@ def set_environment(config: LaunchConfig) -> tuple[int, int]:
     local, total = _process_counts(config)
     set_variables(config.environment() | _visible_devices(config.gpu_ids))
     if total > 1:
+        # Each of several processes would start a thread for each core. A value of the user stays.
         set_variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
     return local, total
 
@@ -89,53 +101,60 @@ def check(command: LaunchCommand) -> None:
     """Check the options and the script before any process is started."""
     check_options(command.config)
     check_packages(command.config)
-    if command.kind == "script" and not command.config.kubernetes:  # the image has the script
+    if command.config.kubernetes:
+        return  # the image has the script, not this machine
+    if command.kind == "script":
         _check_script(command.script)
-    elif command.kind == "program" and not command.config.kubernetes and shutil.which(command.script) is None:
+    if command.kind == "program" and shutil.which(command.script) is None:
         raise ConfigurationError(f"the program {command.script!r} was not found, or is not executable. Check PATH.")
 
 
 def check_options(config: LaunchConfig) -> None:
     """Raise ConfigurationError if options exclude each other, are out of range, or need other options."""
     check_supported(config)
-    for one, other in (
-        *combinations(("use_fsdp", "use_deepspeed", "use_megatron_lm"), 2),
-        ("use_parallelism_config", "use_megatron_lm"),
-        *combinations(("tpu", "cpu", "multi_gpu"), 2),
-        *combinations(("slurm", "mpi", "ray", "kubernetes", "sagemaker"), 2),
-        *(("mpirun_hostfile", name) for name in ("slurm", "ray", "kubernetes", "sagemaker")),
-    ):
-        if getattr(config, one) and getattr(config, other):
-            raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
+    for group in _EXCLUSIVE:
+        for one, other in combinations(group, 2):
+            if getattr(config, one) and getattr(config, other):
+                raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
     port = config.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise ConfigurationError(f"--main_process_port {port}: write a port from 0 to 65535.")
     for name, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("max_restarts", 0)):
         value = getattr(config, name)
-        if value is not None and value < least:
+        if value is None:
+            continue
+        if value < least:
             raise ConfigurationError(f"--{name} {value}: write a whole number of at least {least}.")
-        if value is not None and value > _MOST:
-            raise ConfigurationError(f"--{name} {value}: write a number of at most {_MOST:,}.")
+        if value > _LARGEST_NUMBER:
+            raise ConfigurationError(f"--{name} {value}: write a number of at most {_LARGEST_NUMBER:,}.")
     check_cluster(config)
     machines = config.num_machines or 1
     if config.min_nodes is not None:
+        # Processes learn the full number of processes from these options: a job that has lost a machine adjusts by it.
         if config.rdzv_backend != "c10d" or config.rdzv_id is None or config.num_processes is None:
             raise ConfigurationError("--min_nodes needs --rdzv_backend c10d, --rdzv_id and --num_processes too.")
         if not 1 <= config.min_nodes <= machines:
             raise ConfigurationError(f"--min_nodes {config.min_nodes}: expected 1 to --num_machines {machines}.")
     if machines > 1 and config.engine is None:
-        missing = [n for n in ("machine_rank", "main_process_ip", "main_process_port") if getattr(config, n) is None]
-        if missing and not (config.rdzv_backend == "c10d" and missing == ["machine_rank"]):
-            raise ConfigurationError(
-                f"--num_machines {machines} needs {', '.join(f'--{name}' for name in missing)} too."
-            )
-        if (config.machine_rank or 0) >= machines:
-            raise ConfigurationError(f"--machine_rank {config.machine_rank}: ranks are 0 to {machines - 1}.")
+        _check_machines(config, machines)
     if config.num_processes is not None and config.num_processes % machines:
         raise ConfigurationError(
             f"--num_processes {config.num_processes} is the number on all machines, and cannot be divided by "
             f"--num_machines {machines}. Pass a multiple."
         )
+
+
+def _check_machines(config: LaunchConfig, machines: int) -> None:
+    """Check that this machine has a rank and the address of the first machine."""
+    required = ["main_process_ip", "main_process_port"]
+    if config.rdzv_backend != "c10d":  # which assigns the ranks itself
+        required.insert(0, "machine_rank")
+    if any(getattr(config, name) is None for name in required):
+        names = ("machine_rank", "main_process_ip", "main_process_port")
+        missing = [f"--{name}" for name in names if getattr(config, name) is None]
+        raise ConfigurationError(f"--num_machines {machines} needs {', '.join(missing)} too.")
+    if (config.machine_rank or 0) >= machines:
+        raise ConfigurationError(f"--machine_rank {config.machine_rank}: ranks are 0 to {machines - 1}.")
 
 
 def check_packages(config: LaunchConfig) -> None:
@@ -156,23 +175,31 @@ def _check_script(script: str) -> None:
         compile(path.read_bytes(), script, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
-        raise ConfigurationError(f"{script}{f':{line}' if line else ''} does not compile: {error}.") from error
+        place = f"{script}:{line}" if line else script
+        raise ConfigurationError(f"{place} does not compile: {error}.") from error
 
 
 def _process_counts(config: LaunchConfig) -> tuple[int, int]:
     """Return the number of processes on this machine, and on all machines."""
     machines = config.num_machines or 1
-    wanted = None if config.num_processes is None else config.num_processes // machines
-    if config.cpu or config.tpu or (wanted == 1 and machines == 1):
-        return wanted or 1, (wanted or 1) * machines
-    named = None if config.gpu_ids in (None, _ALL) else len(str(config.gpu_ids).split(","))
-    available = named if named is not None else device_count()
-    if wanted is not None and available and wanted > available:
+    requested = None
+    if config.num_processes is not None:
+        requested = config.num_processes // machines
+    is_single = requested == 1 and machines == 1
+    if config.cpu or config.tpu or is_single:
+        # Devices are not counted, because that imports torch, which takes seconds.
+        local = requested or 1
+        return local, local * machines
+    if config.gpu_ids in (None, _ALL):
+        available = device_count()
+    else:
+        available = len(str(config.gpu_ids).split(","))
+    if requested is not None and available and requested > available:
         raise ConfigurationError(
-            f"{wanted} processes on this machine, which has {available} devices. Pass --num_processes "
+            f"{requested} processes on this machine, which has {available} devices. Pass --num_processes "
             f"{available * machines}, or --cpu."
         )
-    local = wanted or available or 1
+    local = requested or available or 1
     return local, local * machines
 
 
@@ -189,19 +216,9 @@ def has_no_devices() -> bool:
     """Return True if no package adds a device type to torch and this machine has no device files of accelerators.
     Always False on systems other than Linux.
     """
-    if entry_points(group="torch.backends"):
+    if sys.platform != "linux" or entry_points(group="torch.backends"):
         return False
-    files = [
-        "nvidia[0-9]*",
-        "dri/renderD*",
-        "davinci[0-9]*",
-        "accel/accel*",
-        "cambricon_dev*",
-        "neuron[0-9]*",
-        "kfd",
-        "dxg",
-    ]
-    return sys.platform == "linux" and not any(found for pattern in files for found in Path("/dev").glob(pattern))
+    return not any(found for pattern in _DEVICE_FILES for found in Path("/dev").glob(pattern))
 
 
 def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
@@ -209,8 +226,9 @@ def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
         return {}
     import torch
 
-    found = torch.accelerator.current_accelerator()
-    return {properties("cuda" if found is None else found.type).visible: str(gpu_ids)}
+    accelerator = torch.accelerator.current_accelerator()
+    kind = "cuda" if accelerator is None else accelerator.type
+    return {properties(kind).visible: str(gpu_ids)}  # such as CUDA_VISIBLE_DEVICES
 
 
 def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | None:
@@ -229,10 +247,12 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | N
     # Each process ends with this one, and becomes the script.
     program = ["--no-python", *child.command(os.getpid()), *command.program]
     arguments = parse_args([*_agent_options(command.config, local, logs), *program])  # type: ignore[no-untyped-call]  # torch has no types here
-    # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others do
-    # not write again.
-    shares = {} if command.config.rdzv_backend != "c10d" else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with patch_environment(**shares), warnings.catch_warnings():
+    variables = {}
+    if command.config.rdzv_backend == "c10d":
+        # With a store that torch's agents share (2.13), a machine that joins later waits for an address that the others
+        # do not write again.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with patch_environment(**variables), warnings.catch_warnings():
         # torch does not close the files for the output of processes (2.13).
         warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
         try:
@@ -250,7 +270,7 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     config = command.config
-    machines = command.config.num_machines or 1
+    machines = config.num_machines or 1
     if config.log_dir is not None:
         try:
             Path(config.log_dir).mkdir(parents=True, exist_ok=True)
@@ -258,35 +278,42 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
             raise ConfigurationError(f"--log_dir {config.log_dir} cannot be created: {error}.") from None
     logs = config.log_dir or tempfile.mkdtemp(prefix="trainwright-launch-")
     set_variable(PREFIX, "[rank ${rank}] ")
-    watch = MachineWatch(config) if machines > 1 and config.rdzv_backend != "c10d" else None
+    watch: MachineWatch | None = None
+    watching: AbstractContextManager[None] = nullcontext()
+    # c10d has heartbeats of its own. The static rendezvous would not notice that a machine has stopped.
+    if machines > 1 and config.rdzv_backend != "c10d":
+        watch = MachineWatch(config)
+        watching = watch.running()
     first = None
     try:
-        with nullcontext() if watch is None else watch.running():
+        with watching:
             first = run_agent(command, local, logs)
     except SystemExit:
+        # The watch ends the agent by SIGTERM. Without an error of the watch, the signal came from elsewhere.
         if watch is None or watch.error is None:
             raise
-        return _failed(watch.error)
+        return _report_failure(watch.error)
     except (DistError, RendezvousError) as error:
-        return _failed(
+        return _report_failure(
             f"the {machines} machines did not meet at {config.main_process_ip}:{config.main_process_port}, or lost "
             f"contact ({type(error).__name__}: {error}). Check that the command runs on all of them"
         )
     finally:
-        if config.log_dir is None and first is None:
+        if config.log_dir is None and first is None:  # the message about a failure names a file of the folder
             shutil.rmtree(logs, ignore_errors=True)
     if first is None:
         return 0
     place = ""
-    others = ""
+    advice = ""
     if machines > 1:
         place = " on this machine"
-        others = ". A process of another machine may have failed before: see the output there"
+        advice = ". A process of another machine may have failed before: see the output there"
     about = f"{first.how}, process {first.pid} on {socket.gethostname()}"
-    return _failed(f"rank {first.rank} failed first{place} ({about}){first.error()}{others}", first.code)
+    return _report_failure(f"rank {first.rank} failed first{place} ({about}){first.error()}{advice}", first.code)
 
 
-def _failed(text: str, code: int = 1) -> int:
+def _report_failure(text: str, code: int = 1) -> int:
+    """Print the text, and return the exit code."""
     print(f"\ntrainwright launch: {text}.", file=sys.stderr)
     return code
 
@@ -294,105 +321,42 @@ def _failed(text: str, code: int = 1) -> int:
 def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
     """Return the options of torchrun."""
     machines = config.num_machines or 1
-    # The first process of a machine writes to the terminal itself, so that progress bars move.
-    tee = config.tee or ",".join(f"{rank}:3" for rank in range(1, local)) or "0"
+    tee = config.tee
+    if not tee:
+        # Output of local rank 0 goes to the terminal directly, so that progress bars move. Output of the others goes
+        # to files and to the terminal. For 3 processes: "1:3,2:3".
+        tee = ",".join(f"{rank}:3" for rank in range(1, local)) or "0"
     nodes = str(machines) if config.min_nodes is None else f"{config.min_nodes}:{machines}"
-    found = ["--nproc-per-node", str(local), "--nnodes", nodes, "--log-dir", logs, "--tee", tee]
+    result = ["--nproc-per-node", str(local), "--nnodes", nodes, "--log-dir", logs, "--tee", tee]
     if config.min_nodes is not None and config.max_restarts is None:
-        found += ["--max-restarts", str(_ELASTIC_RESTARTS)]
+        result += ["--max-restarts", str(_ELASTIC_RESTARTS)]
     for name in ("max_restarts", "monitor_interval", "role", "rdzv_conf", "rdzv_id"):
         value = getattr(config, name)
         if value is not None:
-            found += [f"--{name.replace('_', '-')}", str(value)]
-    if machines > 1:
-        if config.rdzv_backend == "c10d":
-            place = f"{config.main_process_ip}:{config.main_process_port}"
-            return [*found, "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
-        if config.machine_rank == 0 and is_busy(config.main_process_port):
-            raise ConfigurationError(f"--main_process_port {config.main_process_port} is in use. Choose another one.")
-        address = ["--master-addr", str(config.main_process_ip), "--master-port", str(config.main_process_port)]
-        return [*found, "--node-rank", str(config.machine_rank), *address]
+            result += [f"--{name.replace('_', '-')}", str(value)]
     port = config.main_process_port
+    if machines > 1 and config.rdzv_backend == "c10d":
+        return [*result, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{config.main_process_ip}:{port}"]
+    if machines > 1:
+        if config.machine_rank == 0 and is_busy(port):
+            raise ConfigurationError(f"--main_process_port {port} is in use. Choose another one.")
+        result += ["--node-rank", str(config.machine_rank)]
+        return [*result, "--master-addr", str(config.main_process_ip), "--master-port", str(port)]
     if port and is_busy(port):
+        # No other machine needs the port, so that another one is as good.
         print(f"trainwright launch: port {port} is in use; a free one is chosen.", file=sys.stderr)
         port = None
-    return [*found, *(["--master-port", str(port)] if port else ["--standalone"])]
+    if port:
+        return [*result, "--master-port", str(port)]
+    return [*result, "--standalone"]
 
 
 def is_busy(port: int | None) -> bool:
     """Return whether a port of this machine is in use."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-        return port is not None and one.connect_ex(("127.0.0.1", port)) == 0
-
-
-@dataclass(frozen=True, slots=True)
-class FirstFailure:
-    """The process that failed first: rank, process ID, exit code, description of its end, error, and output.
-
-    The first process of a machine has no file: its output is in the terminal.
-    """
-
-    rank: int
-    pid: int
-    code: int
-    how: str
-    line: str
-    file: Path | None
-
-    def error(self) -> str:
-        """Return the end of the message: the error of the process, and where its output is."""
-        if self.file is None:
-            return "; its output is above"
-        if not self.line:
-            return "; it has written no error"  # killed by a signal, or ended by sys.exit
-        return f": {self.line}\nIts output: {self.file}"
-
-
-def first_failure(error: Any, logs: str | Path) -> FirstFailure:
-    """Return the failure that caused other failures.
-
-    A process that a signal killed comes first, then the earliest error that does not follow from the end of another
-    process, such as a lost connection. Processes whose output is not in a file come last. The time of an error is that
-    of the process's last output, because torch's error has whole seconds. Processes that the agent has ended come last,
-    unless their error is the last thing that they have written or another process names them: a failed script may need
-    longer to exit than others wait for it.
-
-    Args:
-        error: `ChildFailedError` of torch's agent.
-        logs: Folder for the output of processes.
-    """
-    order = []
-    blamed: set[int] = set()
-    earliest = min(one.timestamp for one in error.failures.values())
-    for rank, one in error.failures.items():
-        file = max(Path(logs).glob(f"*/attempt_*/{one.local_rank}/stderr.log"), default=None)
-        text = "" if file is None else file.read_text(errors="replace")
-        line = _error_line(text)
-        if one.exitcode == -signal.SIGKILL and "Traceback (" not in text:
-            line = ""  # the last output of a killed process is no error
-        blamed.update(int(found) for found in _BLAMES.findall(text))
-        if one.exitcode < 0:
-            # The agent (torch 2.13) sends SIGTERM to the other processes, and SIGKILL if they still run after 30 s.
-            is_killed_late = one.exitcode == -signal.SIGKILL and one.timestamp - earliest > _AGENT_WAITS_S / 2
-            is_ended_by_agent = one.exitcode == -signal.SIGTERM or is_killed_late
-            is_exiting = bool(line) and text.rstrip().endswith(line) and not _CONSEQUENCE.search(line)
-            place = 0 if not is_ended_by_agent else 1 if is_exiting and "Traceback (" in text else 4
-        else:
-            place = 2 if not line else 3 if _CONSEQUENCE.search(line) else 1
-        seconds = file.stat().st_mtime if file is not None and line else one.timestamp
-        how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
-        code = one.exitcode if one.exitcode >= 0 else 128 - one.exitcode
-        order.append((place, seconds, rank, FirstFailure(rank, one.pid, code, how, line, file)))
-    return min(order, key=lambda one: (one[2] not in blamed, *one[:3]))[-1]
-
-
-def _error_line(text: str) -> str:
-    """Return the first line of the last error in a process's output, or else the last line of the output."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    texts = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]
-    start = max((number for number, line in enumerate(texts) if line.startswith("Traceback (")), default=len(lines))
-    found = (line for line, one in zip(lines[start + 1 :], texts[start + 1 :], strict=True) if not one.startswith(" "))
-    return next(found, lines[-1] if lines else "").strip()
+    if port is None:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _help() -> str:
@@ -409,12 +373,17 @@ def _help() -> str:
 def options_help() -> str:
     """Return the text about all options for `--help`."""
     groups: dict[str, list[str]] = {}
-    short = {name: flag for flag, name in SHORT.items()}
+    short_flags = {name: flag for flag, name in SHORT.items()}
     for option in options():
-        value = "" if option.is_flag else f" {'|'.join(option.choices) or option.name.rpartition('_')[2].upper()}"
-        flag = f"{short[option.name]}, " if option.name in short else ""
-        if not option.later:
-            groups.setdefault(option.group, []).append(f"  {flag}--{option.name}{value}\n        {option.help}")
+        if option.later:
+            continue
+        flag = f"--{option.name}"
+        if option.name in short_flags:
+            flag = f"{short_flags[option.name]}, {flag}"
+        if not option.is_flag:
+            # "--mixed_precision no|fp16|bf16|fp8", or the last word: "--log_dir DIR"
+            flag += f" {'|'.join(option.choices) or option.name.rpartition('_')[2].upper()}"
+        groups.setdefault(option.group, []).append(f"  {flag}\n        {option.help}")
     return "\n\n".join(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
 
 

@@ -29,7 +29,8 @@ from trainwright.processes.rank_position import user_line
 _DEFAULT_PORT = 29500
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _GRACE_S = 10  # how long processes may take to end after one has failed
-_cuda_users: list[str] = []  # the line that has initialized CUDA, if that was after the import of this module
+# The line that has initialized CUDA, if that was after the import of this module.
+_cuda_users: list[str] = []
 
 
 def _record_cuda_user() -> None:
@@ -97,13 +98,20 @@ def notebook_launcher(
         WorkerError: A process has failed. The error contains its traceback. All other processes have ended.
     """
     accelerators = torch.accelerator.device_count()
-    local = (accelerators or 1) if num_processes is None else num_processes
-    if local < 1 or (accelerators and local > accelerators):
+    local = num_processes
+    if local is None:
+        local = accelerators or 1
+    has_too_many = accelerators > 0 and local > accelerators
+    if local < 1 or has_too_many:
+        advice = " debug_launcher uses the CPU." if accelerators else " Pass at least 1."
         raise ConfigurationError(
             f"notebook_launcher(num_processes={num_processes}), but this machine has {accelerators} accelerators."
-            + (" debug_launcher uses the CPU." if accelerators else " Pass at least 1.")
+            + advice
         )
-    host, _, port = rdzv_endpoint.rpartition(":") if ":" in rdzv_endpoint else (rdzv_endpoint or master_addr, "", "")
+    host = rdzv_endpoint or master_addr
+    port = ""
+    if ":" in rdzv_endpoint:
+        host, _, port = rdzv_endpoint.rpartition(":")
     kind = device_type("auto")
     config = _config(
         cpu=True if kind == "cpu" else None,
@@ -147,11 +155,12 @@ def _config(**values: object) -> LaunchConfig:
 
 def _check_unused() -> None:
     """Check that this process has not created an Accelerator or used CUDA."""
-    found = PartialState._shared_state.get("_created")
-    problem = f"created an Accelerator or PartialState already, in {found}"
-    if found is None and _cuda_is_initialized():
+    created_at = PartialState._shared_state.get("_created")
+    if created_at is not None:
+        problem = f"created an Accelerator or PartialState already, in {created_at}"
+    elif _cuda_is_initialized():
         problem = f"initialized CUDA already{''.join(_cuda_users[:1])}"
-    elif found is None:
+    else:
         return
     raise ConfigurationError(
         f"notebook_launcher: this process has {problem}. Do it inside the function that is launched only, and restart "
@@ -180,7 +189,9 @@ def _launch(
             "launcher there."
         )
     port = config.main_process_port
-    if (config.num_machines or 1) == 1 and (port == _DEFAULT_PORT or is_busy(port)):
+    has_one_machine = (config.num_machines or 1) == 1
+    # On one machine, any free port does. Other machines know the port that was passed.
+    if has_one_machine and (port == _DEFAULT_PORT or is_busy(port)):
         config = replace(config, main_process_port=None)
     with work_folder() as folder:
         file = folder / "work.pkl"
@@ -193,10 +204,11 @@ def _launch(
 
         file.write_bytes(serialize((None, work, sys.argv), (function, *args)))
         command = LaunchCommand(config, "trainwright.processes.worker", [str(file), str(os.getpid())], "module", [])
+        threads = max(1, (os.cpu_count() or 1) // local)
         settings: dict[str, object] = {
             **config.environment(),
             PREFIX: prefix or variable(PREFIX, "[rank ${rank}] "),
-            "OMP_NUM_THREADS": variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local))),
+            "OMP_NUM_THREADS": variable("OMP_NUM_THREADS", str(threads)),
             "PYTHONPATH": import_path(),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE_S,
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS),  # torch sets it
@@ -204,12 +216,15 @@ def _launch(
         try:
             with patch_environment(**settings), _kept_signal_handlers():
                 first = run_agent(command, local, str(folder / "logs"))
-        except SystemExit as error:
+        except SystemExit as error:  # a signal, such as the one of a notebook's stop button
             raise KeyboardInterrupt from error
         if first is not None:
+            text = None
             # A process that was killed has no traceback: the errors of others are its consequences.
-            text = None if first.how.startswith("signal") else first_error(folder)
-            text = text or f"rank {first.rank} was ended by {first.how} and left no traceback"
+            if not first.how.startswith("signal"):
+                text = first_error(folder)
+            if not text:
+                text = f"rank {first.rank} was ended by {first.how} and left no traceback"
             raise WorkerError(f"a launched process has failed:\n{text}")
         value, problem = pickle.loads(result.read_bytes())
     if problem:
@@ -226,9 +241,9 @@ def _launch(
 def _kept_signal_handlers() -> Iterator[None]:
     """Restore the handlers that torch's agent replaces."""
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

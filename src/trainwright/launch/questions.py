@@ -56,11 +56,16 @@ def ask(devices: int) -> LaunchConfig:
         questions.choose("mixed_precision", "no", "fp16", "bf16", "fp8")
         if not questions.answers["sagemaker"]:  # Accelerate reads no section of DeepSpeed in such a file
             questions.number("gradient_accumulation_steps", 1)
-    # Answers that are not written: what is off anyway.
-    switches = [name for name in questions.answers if name.startswith("use_") or name in _SWITCHES]
-    off = [name for name in switches if questions.answers[name] is False]
-    off += ["dynamo_backend"] if questions.answers["dynamo_backend"] == "no" else []
-    return LaunchConfig(**{name: answer for name, answer in questions.answers.items() if name not in off})
+    options = {}
+    for name, answer in questions.answers.items():
+        is_switch = name.startswith("use_") or name in _SWITCHES
+        # Leave out what is off by default, so that the file has only what was requested.
+        if is_switch and answer is False:
+            continue
+        if name == "dynamo_backend" and answer == "no":
+            continue
+        options[name] = answer
+    return LaunchConfig(**options)
 
 
 def _ask_sagemaker(questions: Questions) -> None:
@@ -82,12 +87,14 @@ def _ask_machines(questions: Questions, devices: int) -> None:
     _ask_processes(questions, devices)
     if questions.answers.get("tpu"):
         return
-    several = questions.answers["num_processes"] > 1
-    if several and questions.confirm("use_fsdp", False):
+    has_several = questions.answers["num_processes"] > 1
+    # DeepSpeed is of use for one GPU too: it offloads to the CPU.
+    can_use_deepspeed = has_several or not questions.answers["cpu"]
+    if has_several and questions.confirm("use_fsdp", False):
         _ask_fsdp(questions)
-    elif (several or not questions.answers["cpu"]) and questions.confirm("use_deepspeed", False):
+    elif can_use_deepspeed and questions.confirm("use_deepspeed", False):
         _ask_deepspeed(questions)
-    elif several and questions.confirm("use_megatron_lm", False):
+    elif has_several and questions.confirm("use_megatron_lm", False):
         _ask_megatron(questions)
     _ask_axes(questions)
 
@@ -99,20 +106,27 @@ def _ask_processes(questions: Questions, devices: int) -> None:
         questions.number("mpirun_ccl", 1)
     elif machines > 1:
         if questions.choose("rdzv_backend", "static", "c10d") == "static":
-            wrong = f"Ranks are 0 to {machines - 1}."
-            questions.number("machine_rank", 0, least=0, problem=lambda rank: wrong if rank >= machines else "")
+            text = f"Ranks are 0 to {machines - 1}."
+            questions.number("machine_rank", 0, least=0, problem=lambda rank: text if rank >= machines else "")
         else:
             questions.text("rdzv_id", "trainwright")
         questions.text("main_process_ip")
         questions.number("main_process_port", 29500)
     cpu = questions.confirm("cpu", devices == 0)
-    if not cpu and devices == 0 and not questions.answers.get("mpi") and questions.confirm("tpu", False):
+    may_have_tpu = not cpu and devices == 0 and not questions.answers.get("mpi")
+    if may_have_tpu and questions.confirm("tpu", False):
         questions.confirm("downcast_bf16", False)
     elif not cpu and machines == 1:
         questions.text("gpu_ids", "all")
-    wrong = f"Write a multiple of the {machines} machines."
-    default = (1 if cpu else devices or 1) * machines
-    processes = questions.number("num_processes", default, problem=lambda number: wrong if number % machines else "")
+    default = machines
+    if not cpu and devices > 0:
+        default = devices * machines
+    _ask_num_processes(questions, default, machines)
+
+
+def _ask_num_processes(questions: Questions, default: int, machines: int) -> None:
+    text = f"Write a multiple of the {machines} machines."
+    processes = questions.number("num_processes", default, problem=lambda number: text if number % machines else "")
     if processes > 1:
         questions.confirm("debug", False)
 
@@ -144,11 +158,11 @@ def _ask_deepspeed(questions: Questions) -> None:
 
 
 def _ask_megatron(questions: Questions) -> None:
-    left = questions.answers["num_processes"]
-    tp = questions.number("megatron_lm_tp_degree", 1, problem=_divisor(left))
+    processes = questions.answers["num_processes"]
+    tp = questions.number("megatron_lm_tp_degree", 1, problem=_divisor(processes))
     if tp > 1:
         questions.confirm("megatron_lm_sequence_parallelism", True)
-    if questions.number("megatron_lm_pp_degree", 1, problem=_divisor(left // tp)) > 1:
+    if questions.number("megatron_lm_pp_degree", 1, problem=_divisor(processes // tp)) > 1:
         questions.number("megatron_lm_num_micro_batches", 1)
     questions.confirm("megatron_lm_recompute_activations", True)
     questions.confirm("megatron_lm_use_distributed_optimizer", True)
@@ -159,18 +173,22 @@ def _ask_axes(questions: Questions) -> None:
     processes = questions.answers["num_processes"]
     if processes == 1 or questions.answers.get("use_deepspeed") or questions.answers.get("use_megatron_lm"):
         return
-    if questions.confirm("use_parallelism_config", False):
-        left = processes // questions.number("parallelism_config_dp_replicate_size", 1, problem=_divisor(processes))
-        if questions.answers["use_fsdp"]:
-            left //= questions.number("parallelism_config_dp_shard_size", left, problem=_divisor(left))
-            left //= _ask_sequences(questions, left)
-        questions.answers["parallelism_config_tp_size"] = left
+    if not questions.confirm("use_parallelism_config", False):
+        return
+    # The product of all sizes is the number of processes. Tensor parallelism receives the rest.
+    rest = processes // questions.number("parallelism_config_dp_replicate_size", 1, problem=_divisor(processes))
+    if questions.answers["use_fsdp"]:
+        rest //= questions.number("parallelism_config_dp_shard_size", rest, problem=_divisor(rest))
+        rest //= _ask_sequences(questions, rest)
+    questions.answers["parallelism_config_tp_size"] = rest
 
 
-def _ask_sequences(questions: Questions, left: int) -> int:
+def _ask_sequences(questions: Questions, processes: int) -> int:
     """Return the number of ranks that split sequences. Only one of the two ways can be used."""
+    if processes == 1:
+        return 1
     for name in ("parallelism_config_cp_size", "parallelism_config_sp_size"):
-        size: int = questions.number(name, 1, problem=_divisor(left)) if left > 1 else 1
+        size: int = questions.number(name, 1, problem=_divisor(processes))
         if size > 1:
             return size
     return 1
@@ -181,7 +199,12 @@ def _missing_file(path: str) -> str:
 
 
 def _divisor(processes: int) -> Callable[[int], str]:
-    return lambda size: f"{processes} processes cannot be divided by {size}." if processes % size else ""
+    """Return a check that an answer is a divisor of `processes`."""
+
+    def problem(size: int) -> str:
+        return f"{processes} processes cannot be divided by {size}." if processes % size else ""
+
+    return problem
 
 
 class Questions:
@@ -192,11 +215,13 @@ class Questions:
 
     def confirm(self, name: str, default: bool) -> Any:
         """Ask for yes or no."""
-        return self._keep(name, str(confirm(self._message(name), default)))
+        return self._store(name, str(confirm(self._message(name), default)))
 
     def choose(self, name: str, *choices: str, default: str | None = None) -> Any:
         """Ask for one of `choices`. The first choice is the default."""
-        return self._keep(name, _questionary().select(self._message(name), choices, default or choices[0]).unsafe_ask())
+        return self._store(
+            name, _questionary().select(self._message(name), choices, default or choices[0]).unsafe_ask()
+        )
 
     def text(
         self, name: str, default: str = "", required: bool = True, problem: Callable[[str], str] = lambda text: ""
@@ -208,7 +233,7 @@ class Questions:
                 return "Write a value." if required else ""
             return problem(text)
 
-        return self._write(name, default, of_text)
+        return self._ask_text(name, default, of_text)
 
     def number(
         self, name: str, default: int | str, least: int = 1, problem: Callable[[Any], str] = lambda value: ""
@@ -222,15 +247,21 @@ class Questions:
                 value = known_options()[name].parse(text, "answer")
             except ConfigurationError as error:
                 return str(error)
-            return problem(value) if value >= least else f"Write a number of at least {least}."  # not nan
+            if value >= least:  # False for nan
+                return problem(value)
+            return f"Write a number of at least {least}."
 
-        return self._write(name, str(default), of_text)
+        return self._ask_text(name, str(default), of_text)
 
-    def _write(self, name: str, default: str, problem: Callable[[str], str]) -> Any:
-        found = _questionary().text(self._message(name), default, validate=lambda text: problem(text.strip()) or True)
-        return self._keep(name, found.unsafe_ask().strip())
+    def _ask_text(self, name: str, default: str, problem: Callable[[str], str]) -> Any:
+        def validate(text: str) -> str | bool:  # questionary expects True or an error
+            return problem(text.strip()) or True
 
-    def _keep(self, name: str, text: str) -> Any:
+        question = _questionary().text(self._message(name), default, validate=validate)
+        return self._store(name, question.unsafe_ask().strip())
+
+    def _store(self, name: str, text: str) -> Any:
+        """Store and return an answer. An empty text is no answer, and returns None."""
         if text:
             self.answers[name] = known_options()[name].parse(text, "answer")
         return self.answers.get(name)

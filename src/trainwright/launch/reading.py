@@ -23,7 +23,8 @@ from trainwright.strategies.engine_tables import ENGINE_TABLES
 from trainwright.strategies.fsdp.option_table import FSDP
 from trainwright.strategies.megatron.option_table import MEGATRON_LM
 
-_FURTHER = {"config_file": True, "module": False, "no_python": False, "help": False}  # flags; True: with a value
+# Flags of `trainwright launch` that are not options of `LaunchConfig` → True if the flag has a value.
+_FURTHER_FLAGS = {"config_file": True, "module": False, "no_python": False, "help": False}
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files and flags that name an option of ours differently.
@@ -32,13 +33,16 @@ ALIASES = {
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
     "tpu_vm": "vm",
     "tpu_env": "env",
+    "fp8_amax_history_length": "fp8_amax_history_len",
+    "fp8_amax_compute_algorithm": "fp8_amax_compute_algo",
+    "fp8_optimization_level": "fp8_opt_level",
 }
-ALIASES |= {"fp8_amax_history_length": "fp8_amax_history_len", "fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
-ALIASES |= {"fp8_optimization_level": "fp8_opt_level"}
+# Mappings within a file, each once, in the order of the options: "fsdp_config", "deepspeed_config", ...
 _SECTIONS = (*dict.fromkeys(option.section for option in options() if option.section), "ipex_config")
-_SWITCHES = {table.section: table.switch for table in ENGINE_TABLES}
-# Of DeepSpeed's section, but of use without it.
-_ALONE = (
+_SECTION_PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_"}  # keys of these sections may leave it out
+_SWITCHES = {table.section: table.switch for table in ENGINE_TABLES}  # such as "fsdp_config": "use_fsdp"
+# Options of DeepSpeed's section that also have an effect without DeepSpeed.
+_NEED_NO_SWITCH = (
     "gradient_accumulation_steps",
     *(option.flag for option in DEEPSPEED.options.values() if not option.needs_switch),
 )
@@ -77,8 +81,11 @@ class LaunchCommand:
     @property
     def program(self) -> list[str]:
         """The command line of a process."""
-        module = ["-m"] if self.kind == "module" else []
-        python = [] if self.kind == "program" else [sys.executable, "-u", *module]
+        if self.kind == "program":
+            return [self.script, *self.arguments]
+        python = [sys.executable, "-u"]
+        if self.kind == "module":
+            python.append("-m")
         return [*python, self.script, *self.arguments]
 
 
@@ -101,7 +108,11 @@ def read_command(argv: Sequence[str]) -> LaunchCommand:
         raise ConfigurationError("name a script: trainwright launch [options] script.py [its arguments].")
     if "module" in further and "no_python" in further:
         raise ConfigurationError("-m and --no_python exclude each other. Pass one of them.")
-    kind = "module" if "module" in further else "program" if "no_python" in further else "script"
+    kind = "script"
+    if "module" in further:
+        kind = "module"
+    if "no_python" in further:
+        kind = "program"
     config, notes = read_config(flags, further.get("config_file"))
     return LaunchCommand(config, rest[0], list(rest[1:]), kind, notes)
 
@@ -111,12 +122,12 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
 
     Args:
         flags: Values of the flags.
-        file: Path of the configuration file. None: the default file, if there is one.
+        file: Path of the configuration file. None selects the default file, if it exists.
     """
-    path, given = read_file(file)
-    values, notes = merged(flags, read_variables(), (path, given))
-    notes += _ignored_fp8({**flags, **values})
-    for name in flags.keys() - set(_ALONE):
+    values, notes = merged(flags, read_variables(), read_file(file))
+    notes += _ignored_fp8(values)
+    # Flags only: files of `accelerate config` may keep sections of engines that they do not select.
+    for name in flags.keys() - set(_NEED_NO_SWITCH):
         switch = _SWITCHES.get(known_options()[name].section)
         if switch is not None and not values.get(switch):
             raise ConfigurationError(f"--{name} needs --{switch} too.")
@@ -132,7 +143,7 @@ def check_supported(config: LaunchConfig) -> None:
 
 
 def split(
-    argv: Sequence[str], command: str = "launch", further_flags: Mapping[str, bool] = _FURTHER
+    argv: Sequence[str], command: str = "launch", further_flags: Mapping[str, bool] = _FURTHER_FLAGS
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Return the options that flags set, the values of further flags, and the script with its arguments.
 
@@ -143,65 +154,83 @@ def split(
     """
     flags: dict[str, Any] = {}
     further: dict[str, str] = {}
-    left = list(argv)
-    while left and left[0].startswith("-") and left[0] != "--":
-        flag, equals, text = left.pop(0).partition("=")
-        name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag)
-        name = ALIASES.get(name, name)
+    words = list(argv)
+    while words and words[0].startswith("-") and words[0] != "--":
+        flag, equals, text = words.pop(0).partition("=")
+        name = _name_of_flag(flag)
         option = known_options().get(name)
         if further_flags.get(name) is False:
             further[name] = "true"
             continue
         if option is None and name not in further_flags:
             hint = nearest(name, (*known_options(), *further_flags))
-            hint += " Arguments of the script come after it." if command == "launch" else ""
+            if command == "launch":
+                hint += " Arguments of the script come after it."
             raise ConfigurationError(f"trainwright {command} has no option {flag}.{hint}")
-        if not equals and option is not None and option.takes_none_of(left):
+        if not equals and option is not None and option.takes_none_of(words):
             text = "true"
         elif not equals:
-            if not left:
+            if not words:
                 raise ConfigurationError(f"{flag} needs a value.")
-            text = left.pop(0)
+            text = words.pop(0)
         if option is None:
             further[name] = text
-        else:
-            text = f"{flags[name]}\n{text}" if option.repeats and name in flags else text
-            flags[name] = option.parse(text, flag)
-    return flags, further, left[1:] if left[:1] == ["--"] else left
+            continue
+        if option.repeats and name in flags:
+            text = f"{flags[name]}\n{text}"
+        flags[name] = option.parse(text, flag)
+    if words[:1] == ["--"]:
+        words = words[1:]
+    return flags, further, words
+
+
+def _name_of_flag(flag: str) -> str:
+    """Return the name of an option: of `-q`, `--log-dir`, `--log_dir`, or of Accelerate's name of it."""
+    name = flag
+    if flag in SHORT:
+        name = SHORT[flag]
+    elif flag.startswith("--"):
+        name = flag.removeprefix("--").replace("-", "_")
+    return ALIASES.get(name, name)
 
 
 def read_variables() -> dict[str, Any]:
     """Return the options that environment variables set."""
-    found = {}
+    values = {}
     for option in options():
-        text = None if option.variable is None else variable(option.variable)
+        if option.variable is None:
+            continue
+        text = variable(option.variable)
         if text:
-            found[option.name] = option.parse(text, f"the variable {option.variable}")
-    return found
+            values[option.name] = option.parse(text, f"the variable {option.variable}")
+    return values
 
 
 def merged(
     flags: Mapping[str, Any], variables: Mapping[str, Any], file: tuple[str, Mapping[str, Any]]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of options from all sources, and a note for each value that another value overrides."""
-    path, values = file
-    found: dict[str, Any] = {}
+    path, file_values = file
+    merged_values: dict[str, Any] = {}
     notes = []
     for name, option in known_options().items():
-        places = [
-            (f"--{name}", flags.get(name)),
-            (f"the variable {option.variable}", variables.get(name)),
-            (path, values.get(name)),
-        ]
-        given = [(place, value) for place, value in places if value is not None]
-        if given:
-            found[name] = given[0][1]
-            notes += [
-                f"{name}={given[0][1]} of {given[0][0]} is used, not {value} of {place}."
-                for place, value in given[1:]
-                if value != given[0][1]
-            ]
-    return found, notes
+        used_place = ""
+        # The first source that sets the option takes precedence.
+        for place, source in (
+            (f"--{name}", flags),
+            (f"the variable {option.variable}", variables),
+            (path, file_values),
+        ):
+            value = source.get(name)
+            if value is None:
+                continue
+            if name not in merged_values:
+                merged_values[name] = value
+                used_place = place
+            elif value != merged_values[name]:
+                used = merged_values[name]
+                notes.append(f"{name}={used} of {used_place} is used, not {value} of {place}.")
+    return merged_values, notes
 
 
 def config_folders() -> list[Path]:
@@ -213,8 +242,12 @@ def config_folders() -> list[Path]:
 
 def default_file() -> Path | None:
     """Return the default file, or None if it does not exist."""
-    files = (folder / name for folder in config_folders() for name in FILE_NAMES)
-    return next((file for file in files if file.is_file()), None)
+    for folder in config_folders():
+        for name in FILE_NAMES:
+            file = folder / name
+            if file.is_file():
+                return file
+    return None
 
 
 def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]:
@@ -225,8 +258,10 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]
     Args:
         path: The file. Default: None, which is the default file if it exists.
     """
-    found = default_file() if path is None else Path(path)
-    return ("", {}) if found is None else (str(found), options_of(read_content(found), str(found)))
+    file = default_file() if path is None else Path(path)
+    if file is None:
+        return "", {}
+    return str(file), options_of(read_content(file), str(file))
 
 
 def read_content(path: Path) -> Any:
@@ -234,8 +269,10 @@ def read_content(path: Path) -> Any:
     origin = f"config_file={str(path)!r}"
     try:
         text = path.read_text(encoding="utf-8")
-        return json.loads(text) if path.suffix == ".json" else parse_yaml(text, origin)
-    except ConfigurationError:
+        if path.suffix == ".json":
+            return json.loads(text)
+        return parse_yaml(text, origin)
+    except ConfigurationError:  # a ValueError too, which has its text already
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{origin} cannot be read: {error}.") from error
@@ -250,17 +287,39 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     """
     if not isinstance(content, dict):
         raise ConfigurationError(f"{origin} does not hold a mapping. Write one with `trainwright config`.")
-    left = dict(content)
-    if left.get("distributed_type") is False:
-        left["distributed_type"] = "NO"  # YAML reads NO without quotes as a truth value
-    where = left.pop("compute_environment", "LOCAL_MACHINE")
-    if where not in ("LOCAL_MACHINE", "AMAZON_SAGEMAKER"):
+    result = {}
+    for key, value in _without_sections(content, origin).items():
+        if key in SILENT:
+            continue
+        option = _known(ALIASES.get(key, key), origin, key)
+        if isinstance(value, list):
+            separator = "\n" if option.repeats else ","
+            value = separator.join(map(str, value))
+        place = f"{origin}: {key} (--{option.name})" if option.is_refused else origin
+        parsed = option.parse(value, place)
+        if parsed is not None:
+            result[option.name] = parsed
+    return result
+
+
+def _without_sections(content: dict[Any, Any], origin: str) -> dict[str, Any]:
+    """Return the values of a file by the names of options or their aliases, without sections and `distributed_type`.
+
+    `{"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}` → `{"use_fsdp": True, "fsdp_version": 2}`
+    """
+    top_level = dict(content)
+    if top_level.get("distributed_type") is False:
+        top_level["distributed_type"] = "NO"  # YAML reads NO without quotes as a truth value
+    place = top_level.pop("compute_environment", "LOCAL_MACHINE")
+    if place not in ("LOCAL_MACHINE", "AMAZON_SAGEMAKER"):
         raise ConfigurationError(
-            f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE or AMAZON_SAGEMAKER."
+            f"{origin}: compute_environment={place!r} is not supported. Use LOCAL_MACHINE or AMAZON_SAGEMAKER."
         )
-    if where == "AMAZON_SAGEMAKER":
-        left |= {"sagemaker": True, "sagemaker_distributed_type": left.pop("distributed_type", None)}
-    kind = str(left.pop("distributed_type", "NO")).upper()
+    if place == "AMAZON_SAGEMAKER":
+        # There, the key has other values: NO, DATA_PARALLEL or MODEL_PARALLEL.
+        top_level["sagemaker"] = True
+        top_level["sagemaker_distributed_type"] = top_level.pop("distributed_type", None)
+    kind = str(top_level.pop("distributed_type", "NO")).upper()
     if kind not in TYPES and kind not in DEVICES:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."
@@ -268,32 +327,21 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     flat: dict[str, Any] = dict(TYPES.get(kind, {}))
     if kind == "MULTI_CPU":
         flat["cpu"] = True
-    if isinstance(left.get("dynamo_backend"), str):  # version 0.13
-        left["dynamo_config"] = {"dynamo_backend": left.pop("dynamo_backend")}
-    if left.pop("fp16", None) is True:  # version 0.9
-        left.setdefault("mixed_precision", "fp16")
+    if isinstance(top_level.get("dynamo_backend"), str):  # files of Accelerate 0.13
+        top_level["dynamo_config"] = {"dynamo_backend": top_level.pop("dynamo_backend")}
+    if top_level.pop("fp16", None) is True:  # files of Accelerate 0.9
+        top_level.setdefault("mixed_precision", "fp16")
     for section in _SECTIONS:
-        values = left.pop(section, None) or {}
+        values = top_level.pop(section, None) or {}
         if not isinstance(values, dict):
             raise ConfigurationError(f"{origin}: {section}={values!r} is not a mapping. Write `key: value`.")
         if section == "parallelism_config" and values:
             flat["use_parallelism_config"] = True
-        beginning = {"fsdp_config": "fsdp_", "fp8_config": "fp8_"}.get(section, "")  # which keys may leave out
-        values = {str(key).removeprefix(beginning): value for key, value in values.items()}
-        values = {f"{beginning}{key}": value for key, value in values.items()}
-        flat |= values
-    flat |= left
-    found = {}
-    for key, value in flat.items():
-        if key in SILENT:
-            continue
-        option = _known(ALIASES.get(key, key), origin, key)
-        separator = "\n" if option.repeats else ","
-        text = separator.join(map(str, value)) if isinstance(value, list) else value
-        value = option.parse(text, f"{origin}: {key} (--{option.name})" if option.is_refused else origin)
-        if value is not None:
-            found[option.name] = value
-    return found
+        prefix = _SECTION_PREFIXES.get(section, "")
+        for key, value in values.items():
+            flat[f"{prefix}{str(key).removeprefix(prefix)}"] = value
+    # Keys outside of sections override those of sections.
+    return flat | top_level
 
 
 def sets_nothing(key: str) -> bool:
@@ -304,16 +352,19 @@ def sets_nothing(key: str) -> bool:
 
 def _ignored_fp8(values: Mapping[str, Any]) -> list[str]:
     """Return a note that names options of another backend of fp8 than the selected one."""
-    backend = values.get("fp8_backend") or "AO"
-    given = [name for name in values if name.startswith("fp8_") and name != "fp8_backend"]
-    names = []
-    for name in sorted(given):
-        of_other = (name in _FP8_OF_AO) != (backend == "AO")
-        if of_other or known_options()[name].is_refused:
-            names.append(name)
-    if not names or values.get("mixed_precision") != "fp8":
+    if values.get("mixed_precision") != "fp8":
         return []
-    return [f"{', '.join(names)} without effect: the options are not those of fp8_backend={backend}."]
+    backend = values.get("fp8_backend") or "AO"
+    ignored = []
+    for name in sorted(values):
+        if not name.startswith("fp8_") or name == "fp8_backend":
+            continue
+        is_of_other_backend = (name in _FP8_OF_AO) != (backend == "AO")
+        if is_of_other_backend or known_options()[name].is_refused:
+            ignored.append(name)
+    if not ignored:
+        return []
+    return [f"{', '.join(ignored)} without effect: the options are not those of fp8_backend={backend}."]
 
 
 def _known(name: str, origin: str, key: object) -> Option:

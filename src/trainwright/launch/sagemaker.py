@@ -33,11 +33,12 @@ _PORT = "7777"  # of SageMaker's containers
 def check_job(config: LaunchConfig) -> None:
     """Raise ConfigurationError if options of `--sagemaker` are missing or not supported."""
     kind = config.sagemaker_distributed_type or "NO"
-    missing = [name for name in ("ec2_instance_type", "iam_role_name") if getattr(config, name) is None]
+    required = ["ec2_instance_type", "iam_role_name"]
     if config.image_uri is None:
-        missing += [name for name in ("py_version", "pytorch_version") if getattr(config, name) is None]
-    if missing:
-        raise ConfigurationError(f"--sagemaker needs --{missing[0]} too, or a file with {missing[0]}.")
+        required += ["py_version", "pytorch_version"]  # which select an image
+    for name in required:
+        if getattr(config, name) is None:
+            raise ConfigurationError(f"--sagemaker needs --{name} too, or a file with {name}.")
     if kind == "MODEL_PARALLEL":
         raise ConfigurationError(
             "--sagemaker_distributed_type MODEL_PARALLEL is not supported. Use DATA_PARALLEL, and --use_fsdp to shard "
@@ -68,7 +69,7 @@ def start_job(command: LaunchCommand) -> int:
                 arguments |= _with_entry(Path(command.script), Path(folder))
             estimator = _estimator_class(config, arguments)(**arguments, sagemaker_session=session)
             estimator.fit(inputs)
-    except ConfigurationError:
+    except ConfigurationError:  # a ValueError too, which has its text already
         raise
     except require_package("sagemaker.exceptions", purpose=_NAME).UnexpectedStatusException as error:
         print(f"\ntrainwright launch: {error}.", file=sys.stderr)
@@ -85,7 +86,7 @@ def estimator_arguments(command: LaunchCommand) -> dict[str, Any]:
     script = Path(command.script)
     if command.kind != "script" or script.suffix != ".py":
         raise ConfigurationError(f"--sagemaker runs a script whose name ends in .py, not {command.script!r}.")
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "entry_point": script.name,
         "source_dir": str(script.resolve().parent),
         "role": config.iam_role_name,
@@ -96,37 +97,42 @@ def estimator_arguments(command: LaunchCommand) -> dict[str, Any]:
         "base_job_name": config.base_job_name,
         "hyperparameters": hyperparameters(command.arguments),
         "environment": config.environment(),
-        "metric_definitions": [{"Name": one, "Regex": two} for one, two in _table(config.sagemaker_metrics_file)],
+        "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in _table(config.sagemaker_metrics_file)],
         "debugger_hook_config": False,
     }
     if config.transformers_version is None:
-        found["framework_version"] = config.pytorch_version
+        arguments["framework_version"] = config.pytorch_version
     else:
-        found |= {"transformers_version": config.transformers_version, "pytorch_version": config.pytorch_version}
+        arguments["transformers_version"] = config.transformers_version
+        arguments["pytorch_version"] = config.pytorch_version
     for name, value in (config.additional_args or {}).items():
-        merges = isinstance(value, dict) and isinstance(found.get(name), dict)
-        found[name] = found[name] | value if merges else value
-    return found
+        if isinstance(value, dict) and isinstance(arguments.get(name), dict):
+            arguments[name] |= value  # further variables or hyperparameters
+        else:
+            arguments[name] = value
+    return arguments
 
 
 def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a script by name. Numbers and truth values are converted."""
-    found: dict[str, Any] = {}
-    left = list(arguments)
-    while left:
-        word = left.pop(0)
+    values: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
         flag, equals, text = word.partition("=")
         if not flag.startswith("-") or not flag.strip("-"):
             raise ConfigurationError(f"{word}: SageMaker passes named arguments only, such as --epochs 3.")
         if not equals:
-            if not left or (left[0].startswith("-") and isinstance(_value(left[0]), str)):
+            # "--lr -3" has a value, "--verbose --lr" has none.
+            next_is_flag = bool(words) and words[0].startswith("-") and isinstance(_value(words[0]), str)
+            if not words or next_is_flag:
                 raise ConfigurationError(f"{flag} has no value, which SageMaker requires. Pass {flag} True.")
-            text = left.pop(0)
+            text = words.pop(0)
         name = flag.lstrip("-")
-        if name in found:
+        if name in values:
             raise ConfigurationError(f"{flag} is given twice. SageMaker passes an argument once. Remove one.")
-        found[name] = _value(text)
-    return found
+        values[name] = _value(text)
+    return values
 
 
 def _value(text: str) -> bool | int | float | str:
@@ -181,15 +187,18 @@ def _session(config: LaunchConfig) -> Any:
 
 def _estimator_class(config: LaunchConfig, arguments: dict[str, Any]) -> Any:
     """Return the class of the estimator. Raise an error for unknown arguments, which the class would ignore."""
-    name = "sagemaker.pytorch" if config.transformers_version is None else "sagemaker.huggingface"
-    library = require_package(name, purpose=_NAME)
-    found = library.PyTorch if config.transformers_version is None else library.HuggingFace
-    known = {one for base in found.__mro__ for one in inspect.signature(base.__init__).parameters}
+    if config.transformers_version is None:
+        estimator = require_package("sagemaker.pytorch", purpose=_NAME).PyTorch
+    else:
+        estimator = require_package("sagemaker.huggingface", purpose=_NAME).HuggingFace
+    known: set[str] = set()
+    for base in estimator.__mro__:  # a class passes **kwargs on to its base
+        known.update(inspect.signature(base.__init__).parameters)
     for argument in arguments.keys() - known:
         raise ConfigurationError(
             f"additional_args: an estimator has no argument {argument!r}.{nearest(argument, sorted(known))}"
         )
-    return found
+    return estimator
 
 
 def _with_entry(script: Path, folder: Path) -> dict[str, str]:
@@ -228,12 +237,14 @@ def container_options() -> list[str]:
             f"SM_CURRENT_HOST={current} is not among SM_HOSTS={hosts}. Start the program in a container of SageMaker."
         )
     gpus = int(variable("SM_NUM_GPUS") or 0)
-    found = ["--num_processes", str(max(gpus, 1) * len(hosts)), *([] if gpus else ["--cpu"])]
+    options = ["--num_processes", str(max(gpus, 1) * len(hosts))]
+    if gpus == 0:
+        options.append("--cpu")
     if len(hosts) > 1:
-        found += ["--num_machines", str(len(hosts)), "--machine_rank", str(hosts.index(current))]
-        found += ["--main_process_ip", variable("MASTER_ADDR") or str(hosts[0])]
-        found += ["--main_process_port", variable("MASTER_PORT") or _PORT]
-    return found
+        options += ["--num_machines", str(len(hosts)), "--machine_rank", str(hosts.index(current))]
+        options += ["--main_process_ip", variable("MASTER_ADDR") or str(hosts[0])]
+        options += ["--main_process_port", variable("MASTER_PORT") or _PORT]
+    return options
 
 
 if __name__ == "__main__":

@@ -36,20 +36,23 @@ def device_type(accelerator: str) -> str:
         return "cpu"
     if accelerator in ("tpu", "xla"):
         return "xla"
-    found = torch.accelerator.current_accelerator(check_available=True)
-    known = ("auto", "cpu", "gpu", "tpu", *NAMED, *([] if found is None or found.type in NAMED else [found.type]))
+    available: str | None = None
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is not None:
+        available = current.type
+    known = ["auto", "cpu", "gpu", "tpu", *NAMED]
+    if available is not None and available not in NAMED:
+        known.append(available)  # a device type that a package adds to torch
     if accelerator not in known:
         raise unknown("accelerator", accelerator, known)
-    if accelerator == "auto":
-        return ("xla" if _has_tpu() else "cpu") if found is None else found.type
-    wanted = None if accelerator == "gpu" else accelerator
-    if found is None or (wanted is not None and found.type != wanted):
+    if accelerator == "auto" and available is None:
+        return "xla" if _has_tpu() else "cpu"
+    if available is None or accelerator not in ("auto", "gpu", available):
         raise ConfigurationError(
-            f"accelerator={accelerator!r}, but torch {torch.__version__} sees "
-            f"{'no accelerator' if found is None else found.type} on this machine.{advice(accelerator)} Use "
-            "accelerator='auto' or 'cpu'."
+            f"accelerator={accelerator!r}, but torch {torch.__version__} sees {available or 'no accelerator'} on this "
+            f"machine.{advice(accelerator)} Use accelerator='auto' or 'cpu'."
         )
-    return found.type
+    return available
 
 
 def _has_tpu() -> bool:
@@ -61,8 +64,10 @@ def _has_tpu() -> bool:
 
 def kernel_problem() -> list[str]:
     """Return a warning if the kernel of this machine is so old that processes may hang, otherwise an empty list."""
-    version = re.match(r"(\d+)\.(\d+)", platform.release())
-    if sys.platform != "linux" or version is None or (int(version[1]), int(version[2])) >= _OLDEST_KERNEL:
+    version = re.match(r"(\d+)\.(\d+)", platform.release())  # "5.15.0-1234-aws"
+    if sys.platform != "linux" or version is None:
+        return []
+    if (int(version[1]), int(version[2])) >= _OLDEST_KERNEL:
         return []
     return [f"the Linux kernel is {version[0]}. Processes may hang with kernels before 5.5. Update the kernel."]
 
@@ -75,37 +80,40 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
             but one process on the CPU. A ConfigurationError is raised for devices that do not exist.
         kind: torch's device type.
     """
-    available = None if kind in ("cpu", "xla") else torch.accelerator.device_count()
-    given = devices
+    available: int | None = None  # any number of processes on the CPU; torch does not count the devices of XLA
+    if kind not in ("cpu", "xla"):
+        available = torch.accelerator.device_count()
+    argument = devices
     if isinstance(devices, str) and devices != "auto":
         try:
             numbers = [int(part) for part in devices.split(",") if part.strip()]
         except ValueError:
             numbers = []
         if not numbers:
-            raise ConfigurationError(f"devices={given!r}: write a count, 'auto', or indices such as '0,3'.")
-        devices = numbers if "," in devices else numbers[0]
+            raise ConfigurationError(f"devices={argument!r}: write a count, 'auto', or indices such as '0,3'.")
+        devices = numbers if "," in devices else numbers[0]  # "2," is the device 2, and "2" two devices
     if devices == "auto" or devices == -1:
-        return list(range(available)) if available is not None else [0]
+        return list(range(1 if available is None else available))
     if isinstance(devices, Sequence):
         indices = [int(index) for index in devices]
         if not indices:
             raise ConfigurationError(
-                f"devices={given!r} names no device. Write a count, 'auto', or indices such as [0, 3]."
+                f"devices={argument!r} names no device. Write a count, 'auto', or indices such as [0, 3]."
             )
         if len(set(indices)) != len(indices) or min(indices) < 0:
-            raise ConfigurationError(f"devices={given!r}: indices must be different and not negative.")
+            raise ConfigurationError(f"devices={argument!r}: indices must be different and not negative.")
     elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         indices = list(range(devices))
     else:
-        raise ConfigurationError(f"devices={given!r}: write a count of at least 1, -1, 'auto' or a list of indices.")
+        raise ConfigurationError(f"devices={argument!r}: write a count of at least 1, -1, 'auto' or a list of indices.")
     if kind == "xla" and indices != list(range(len(indices))):
         raise ConfigurationError(
-            f"devices={given!r}: torch_xla assigns the devices to processes. Write a count: devices={len(indices)}."
+            f"devices={argument!r}: torch_xla assigns the devices to processes. Write a count: devices={len(indices)}."
         )
     if available is not None and max(indices) >= available:
         raise ConfigurationError(
-            f"devices={given!r}, but this machine has {available} {kind} device(s). Use devices={available} or fewer."
+            f"devices={argument!r}, but this machine has {available} {kind} device(s). Use devices={available} or "
+            "fewer."
         )
     return indices
 
@@ -129,7 +137,9 @@ def check_backend(backend: str | None, kind: str, argument: str = "process_group
                 "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/"
             )
         return
-    owners = [name for name, one in DEVICE_TYPES.items() if one.backend is not None and one.backend == backend]
+    if backend is None:
+        return
+    owners = [name for name, one in DEVICE_TYPES.items() if one.backend == backend]  # none: a backend such as gloo
     if owners and kind not in owners:
         owner = " or ".join(owners).upper()
         raise ConfigurationError(
@@ -153,21 +163,23 @@ def kernel_choice(
 
     None, or False for `deterministic`, does not change a setting. `deterministic="warn"` only warns.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    timed_before = torch.backends.cudnn.benchmark
+    previous_deterministic = torch.are_deterministic_algorithms_enabled()
+    previous_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    previous_benchmark = torch.backends.cudnn.benchmark
     if benchmark is not None:
         torch.backends.cudnn.benchmark = benchmark
     if deterministic:
+        # cuBLAS reads it when its first handle is created, and is not deterministic without it (CUDA 10.2 and later).
         set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.benchmark = False  # timing may choose another kernel in each run
     try:
         with torch.autograd.set_detect_anomaly(True) if detect_anomaly else contextlib.nullcontext():
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(previous_deterministic, warn_only=previous_warn_only)
         if benchmark is not None or deterministic:
-            torch.backends.cudnn.benchmark = timed_before
+            torch.backends.cudnn.benchmark = previous_benchmark
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -178,7 +190,7 @@ def peak_memory(device: torch.device) -> int | None:
     if device.type == "cpu":
         if sys.platform == "win32":
             return None
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage reports bytes on macOS and KiB on Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:

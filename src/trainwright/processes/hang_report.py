@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 
 from trainwright.processes.rank_position import RankPosition
 
@@ -16,7 +15,7 @@ class Failure:
 
     rank: int
     text: str  # its traceback, or a sentence if there is none
-    gone: bool = False  # its process has ended without a traceback
+    gone: bool = False  # True: its process has ended without a traceback
 
     def to_json(self) -> str:
         """Return the description as text for the store."""
@@ -45,24 +44,28 @@ def hang_report(
 
     `answers` contains the positions that ranks reported, and `silent` a text for every other rank.
     """
-    waiting = [rank for rank in answers.values() if rank.waits_in]
-    absent = [rank for rank in answers.values() if not rank.waits_in]
+    waiting = [position for position in answers.values() if position.waits_in]
+    absent = [position for position in answers.values() if not position.waits_in]
     half_s = hang_timeout_s / 2
-    moving = [s.rank for s in answers.values() if s.rank != initiator and s.still_s < half_s]
+    moving = []
+    for position in answers.values():
+        if position.rank != initiator and position.still_s < half_s:
+            moving.append(position.rank)
     lines = [f"trainwright: rank {initiator} has not moved for {answers[initiator].still_s:.0f} s (hang_timeout)."]
     if moving:
         lines.append(
             f"  {ranks_text(moving)} moved in the last {half_s:.0f} s: slow, or the others wait for them in vain."
         )
-    if not absent and len({rank.waits_in for rank in waiting}) > 1:
+    if not absent and len({position.waits_in for position in waiting}) > 1:
         lines.append("  The ranks wait in different collectives, so that none of these can complete.")
-    lines += [_line(alike) for alike in _groups(waiting)]
-    missed = "has not arrived" if waiting else "is in no collective"
-    lines += [_line(alike, missed) for alike in _groups(absent)]
+    lines += [_line(group) for group in _groups(waiting)]
+    verb = "has not arrived" if waiting else "is in no collective"
+    lines += [_line(group, verb) for group in _groups(absent)]
     lines += [f"  rank {rank} does not answer: {silent[rank]}" for rank in sorted(silent)]
     lines += _last_collectives(answers.values())
     lines.append(f"  A collective fails after {timeout_s:.0f} s (timeout of the process group).")
-    for first, *_ in [*_groups(absent), *_groups(waiting)]:  # one of several equal stacks is enough
+    # Stacks of absent ranks first, which show the cause. One of several equal stacks is enough.
+    for first, *_ in [*_groups(absent), *_groups(waiting)]:
         lines.append(f"rank {first.rank}, {first.process}, {first.stacks.rstrip()}")
     return "\n".join(lines)
 
@@ -70,41 +73,39 @@ def hang_report(
 def _last_collectives(positions: Iterable[RankPosition]) -> list[str]:
     """Return a line for each collective that ranks have called last: a rank with a lower number has fallen behind."""
     ranks_by_collective: dict[str, list[int]] = {}
-    for rank in positions:
-        if rank.last_collective:
-            ranks_by_collective.setdefault(rank.last_collective, []).append(rank.rank)
+    for position in positions:
+        if position.last_collective:
+            ranks_by_collective.setdefault(position.last_collective, []).append(position.rank)
     return [f"  last collective of {ranks_text(ranks)}: {name}" for name, ranks in ranks_by_collective.items()]
 
 
 def _groups(positions: Iterable[RankPosition]) -> list[list[RankPosition]]:
-    """Group ranks with equal positions."""
+    """Group ranks with equal positions. Groups, and the ranks of a group, are in the order of ranks."""
+    groups: dict[tuple[str, ...], list[RankPosition]] = {}
+    for position in sorted(positions, key=lambda one: one.rank):
+        key = (position.waits_in, position.doing, position.position, position.place)
+        groups.setdefault(key, []).append(position)
+    return list(groups.values())
 
-    def kind(rank: RankPosition) -> tuple[str, ...]:
-        return rank.waits_in, rank.doing, rank.position, rank.place
 
-    found = [list(alike) for _, alike in groupby(sorted(positions, key=lambda s: (kind(s), s.rank)), key=kind)]
-    return sorted(found, key=lambda alike: alike[0].rank)
-
-
-def _line(alike: list[RankPosition], verb: str = "") -> str:
-    first = alike[0]
-    several = len(alike) > 1
+def _line(group: list[RankPosition], verb: str = "") -> str:
+    first = group[0]
     verb = verb or f"waits in {first.waits_in}"
-    if several:
+    if len(group) > 1:
         verb = verb.replace("waits", "wait").replace("has", "have").replace("is", "are")
     doing = f", {first.doing}" if first.doing else ""
-    still_s = max(rank.still_s for rank in alike)
-    ranks = ranks_text([rank.rank for rank in alike])
+    still_s = max(position.still_s for position in group)
+    ranks = ranks_text([position.rank for position in group])
     return f"  {ranks} {verb}{doing}: {first.position}; still for {still_s:.0f} s; at {first.place}"
 
 
 def ranks_text(ranks: list[int]) -> str:
     """Return `"rank 3"` or `"ranks 0-2, 5"`."""
-    spans: list[list[int]] = []
+    spans: list[list[int]] = []  # [first, last] of consecutive ranks
     for rank in sorted(ranks):
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
         else:
-            spans.append([rank])
-    text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[1]}" for span in spans)
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -16,12 +16,16 @@ def share_of(inputs: object, rank: int, num_processes: int, *, pad: bool = False
     length = _length(inputs, "inputs")
     if num_processes == 1:
         return inputs
-    each, more = divmod(length, num_processes)
-    start = rank * each + min(rank, more)
-    stop = start + each + (rank < more)
-    missing = each + (more > 0) - (stop - start) if pad else 0
+    # 8 items for 3 processes: the first two receive 3 items, the last one 2.
+    smallest, remainder = divmod(length, num_processes)
+    start = rank * smallest + min(rank, remainder)
+    is_larger = rank < remainder
+    stop = start + smallest + (1 if is_larger else 0)
+    if not pad or remainder == 0 or is_larger:
+        return _cut(inputs, start, stop, [])
+    # Repeat the last item of the part. With fewer items than processes, the part may be empty: repeat the last of all.
     last = stop - 1 if stop > start else length - 1
-    return _cut(inputs, start, stop, [last] * missing)
+    return _cut(inputs, start, stop, [last])
 
 
 def _length(inputs: object, name: str) -> int:
@@ -29,14 +33,14 @@ def _length(inputs: object, name: str) -> int:
     if isinstance(inputs, Mapping):
         lengths = {key: _length(value, f"{name}[{key!r}]") for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
-            raise ConfigurationError(f"{name} has values of different lengths ({shown}). They must have equal lengths.")
+            text = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
+            raise ConfigurationError(f"{name} has values of different lengths ({text}). They must have equal lengths.")
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, torch.Tensor) and inputs.dim() == 0:
         raise TypeError(f"{name} is a tensor without a dimension, which cannot be split. Add a dimension.")
     if isinstance(inputs, (list, tuple, torch.Tensor)):
         return len(inputs)
-    if isinstance(inputs, Sized) and callable(getattr(inputs, "select", None)):
+    if isinstance(inputs, Sized) and callable(getattr(inputs, "select", None)):  # datasets.Dataset
         return len(inputs)
     raise TypeError(
         f"{name} is of type {type(inputs).__name__}, which cannot be split between processes. Pass a list, a tuple, a "
@@ -45,14 +49,16 @@ def _length(inputs: object, name: str) -> int:
 
 
 def _cut(inputs: Any, start: int, stop: int, repeated: list[int]) -> Any:
+    """Return the items from `start` to `stop`, and then those at the indices `repeated`."""
     if isinstance(inputs, Mapping):
-        cut: Any = copy.copy(inputs)
+        part: Any = copy.copy(inputs)  # keeps the type, such as BatchEncoding
         for key, value in inputs.items():
-            cut[key] = _cut(value, start, stop, repeated)
-        return cut
+            part[key] = _cut(value, start, stop, repeated)
+        return part
     if isinstance(inputs, torch.Tensor):
-        part = inputs[start:stop]
-        return torch.cat([part, *(inputs[index : index + 1] for index in repeated)]) if repeated else part
+        if not repeated:
+            return inputs[start:stop]  # a view
+        return torch.cat([inputs[start:stop], inputs[repeated]])
     if isinstance(inputs, (list, tuple)):
         items = [*inputs[start:stop], *(inputs[index] for index in repeated)]
         return tuple(items) if isinstance(inputs, tuple) else items
