@@ -54,10 +54,12 @@ class Sources:
         Raises:
             ConfigurationError: both loaders and a data module were passed, or one of them has a wrong type.
         """
-        given = {name: loader for name, loader in loaders.items() if loader is not None}
-        for name, loader in list(given.items()):
-            if isinstance(loader, DataModule):
-                datamodule = given.pop(name) if datamodule is None else datamodule
+        given = {}
+        for name, loader in loaders.items():
+            if isinstance(loader, DataModule) and datamodule is None:
+                datamodule = loader
+            elif loader is not None:
+                given[name] = loader
         for loader in given.values():
             check_owner(loader)
             if isinstance(loader, TaskModule):
@@ -116,6 +118,14 @@ class Sources:
 def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, workers: Workers) -> LoaderOptions:
     """Return the options that prepare a run's training loaders on this rank."""
     ranks = engine.data_ranks
+
+    def agree(values: list[int]) -> list[list[int]]:
+        return engine.data_ranks.gather_of_readers(values)
+
+    def lend(batch: Any) -> list[Any]:
+        gathered = engine.data_ranks.gather(batch)
+        return gathered[:: engine.data_ranks.parts]  # ranks that split one sequence have the same batch
+
     return LoaderOptions(
         rank=ranks.reader,
         world=ranks.num_readers,
@@ -123,8 +133,8 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
         use_distributed_sampler=arguments.use_distributed_sampler,
         uneven=arguments.uneven_batches,
         lockstep_evaluation=engine.capabilities.lockstep_evaluation,
-        agree=(lambda values: engine.data_ranks.gather_of_readers(values)) if ranks.num_readers > 1 else None,
-        lend=lambda batch: engine.data_ranks.gather(batch)[:: engine.data_ranks.parts],
+        agree=agree if ranks.num_readers > 1 else None,
+        lend=lend,
         per_sample_rng=arguments.per_sample_rng,
         workers=workers,
     )
@@ -152,8 +162,13 @@ class TrainData:
         self.given = loader
         if holds_loaders(loader):
             loader = CombinedLoader(loader, mode="max_size_cycle")
-        self.loader = prepare_loader(loader, _in_order(loader, options, overfit) if overfit else options)
-        self._limit, self._name = (overfit, "overfit_batches") if overfit else (limit, _LIMITS["train"])
+        self._limit = limit
+        self._limit_name = _LIMITS["train"]
+        if overfit:
+            options = _in_order(loader, options, overfit)
+            self._limit = overfit
+            self._limit_name = "overfit_batches"
+        self.loader = prepare_loader(loader, options)
         self.num_batches: int | None = None
 
     def begin_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
@@ -165,7 +180,7 @@ class TrainData:
         """
         self.loader.end_pass()
         self.loader.set_epoch(epoch, resume)
-        self.num_batches = resolve_limit(self._limit, self.loader.num_batches, self._name)
+        self.num_batches = resolve_limit(self._limit, self.loader.num_batches, self._limit_name)
 
     def groups(self, state: TrainState, accumulate: int) -> Iterator[Group]:
         """Return the groups of the current epoch from `state.batch_in_epoch`, with `accumulate` micro-batches each."""
@@ -175,9 +190,11 @@ class TrainData:
 
     def state_dict(self, state: TrainState) -> dict[str, Any]:
         """Return the position in the data, serializable as JSON and the same on every rank."""
-        place = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
+        place: dict[str, Any] = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
         facts = self.loader.facts()
-        return {**place, "order": facts} if facts else place
+        if facts:
+            place["order"] = facts
+        return place
 
     def keep_state(self) -> None:
         """Store the state of the loader, so that `loader.state_dict` returns it after `close`."""
@@ -310,7 +327,9 @@ def _listed(facts: Mapping[str, Any]) -> str:
 
 def _argument(stage: str, kind: str) -> str:
     """Return the name of the Trainer method's argument for loaders of this kind."""
-    return "train_dataloaders" if kind == "train" else "val_dataloaders" if stage == "fit" else "dataloaders"
+    if kind == "train":
+        return "train_dataloaders"
+    return "val_dataloaders" if stage == "fit" else "dataloaders"
 
 
 def _refuse_empty(loader: object, name: str) -> None:
@@ -378,16 +397,20 @@ class StageData:
         After a resume, this is the epoch in which the interrupted run requested them, unless a reload was due since.
         """
         state = self._progress.state
+        current = state.epoch
+        epoch = self._made_in.get(kind, current)
+        # reload_dataloaders_every_n_epochs=2, a resume in epoch 5: the last reload was due in epoch 4, so that loaders
+        # of epoch 4 are made again, and those of epoch 2 are not.
         every = self._settings.arguments.reload_dataloaders_every_n_epochs
-        now = state.epoch
-        made_in = self._made_in.get(kind, now)
-        last_reload = now - now % every if every > 0 else 0
-        state.epoch = made_in if made_in >= last_reload else now
-        self._made_in[kind] = state.epoch
+        last_reload = current - current % every if every > 0 else 0
+        if epoch < last_reload:
+            epoch = current
+        self._made_in[kind] = epoch
+        state.epoch = epoch  # the user's method may read it
         try:
             return self.sources.make(kind, self._task)
         finally:
-            state.epoch = now
+            state.epoch = current
 
     @property
     def _task(self) -> TaskModule:
@@ -405,10 +428,11 @@ class StageData:
             )
             if self.on_made is not None:
                 self.on_made(self.made)
-            place = self.place
-            if place is not None:
-                self.made.check_resume(place, self._engine.data_ranks.num_readers)
-            self.made.begin_epoch(self._progress.state.epoch, place and place["position"])
+            position = None
+            if self.place is not None:
+                self.made.check_resume(self.place, self._engine.data_ranks.num_readers)
+                position = self.place["position"]
+            self.made.begin_epoch(self._progress.state.epoch, position)
         return self.made
 
     def evaluation(self, kind: EvaluationKind) -> EvaluationData:
@@ -433,14 +457,17 @@ class StageData:
     @property
     def has_validation(self) -> bool:
         """True if `fit` validates: the task has a validation_step and a loader, and the limit is above 0."""
-        task = self._task
         limit = self._settings.limit_batches["validate"]
-        return has_step(task, "validation_step") and self.sources.has("validate", task) and (limit is None or limit > 0)
+        if limit is not None and limit <= 0:
+            return False
+        return has_step(self._task, "validation_step") and self.sources.has("validate", self._task)
 
     def given(self, kind: str) -> Any:
         """Return the user's loaders of this kind; None before they are created."""
         made = self.made if kind == "train" else self.evaluations.get(kind)
-        return self.shown.get(kind) if made is None else made.given
+        if made is None:
+            return self.shown.get(kind)
+        return made.given
 
     def show(self, kind: str) -> None:
         """Create the user's loaders of this kind, only for the Trainer's attributes."""
@@ -471,13 +498,15 @@ class StageData:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training data for a checkpoint. It is the same on every rank."""
-        return (
-            {} if self.made is None else {**self.made.state_dict(self._progress.state), "made_in": dict(self._made_in)}
-        )
+        if self.made is None:
+            return {}
+        return {**self.made.state_dict(self._progress.state), "made_in": dict(self._made_in)}
 
     def loader_state(self) -> dict[str, Any] | None:
         """Return the state of this rank's training loader; None if it is not stateful."""
-        return None if self.made is None or not self.made.loader.stateful else self.made.loader.state_dict()
+        if self.made is None or not self.made.loader.stateful:
+            return None
+        return self.made.loader.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the result of `state_dict`. The next epoch starts there."""

@@ -324,11 +324,14 @@ def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, floa
 
     A value logged on step and epoch is only included under its full names, such as `loss_epoch`.
     """
-    shown = {key: float(value) for key, value in flushed.callback.items() if key not in flushed.aliases}
-    return [
-        {key: value for key, value in shown.items() if flushed.loaders.get(key, index) == index}
-        for index in range(num_loaders)
-    ]
+    results: list[dict[str, float]] = [{} for _ in range(num_loaders)]
+    for key, value in flushed.callback.items():
+        if key in flushed.aliases:
+            continue
+        for index in range(num_loaders):
+            if flushed.loaders.get(key, index) == index:
+                results[index][key] = float(value)
+    return results
 
 
 def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
@@ -338,9 +341,13 @@ def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
         by_rank: outputs by rank and loader.
     """
     merged: list[list[Any]] = []
-    for of_loader in zip(*by_rank, strict=True):
-        longest = max(len(outputs) for outputs in of_loader)
-        merged.append([outputs[i] for i in range(longest) for outputs in of_loader if i < len(outputs)])
+    for of_loader in zip(*by_rank, strict=True):  # the outputs of each rank for one loader
+        in_order = []
+        for index in range(max(len(outputs) for outputs in of_loader)):
+            for outputs in of_loader:
+                if index < len(outputs):
+                    in_order.append(outputs[index])
+        merged.append(in_order)
     return merged
 
 
