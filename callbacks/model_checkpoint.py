@@ -369,7 +369,7 @@ class ModelCheckpoint(Callback):
             # The checkpoint of this moment, asked for already or not, stays for good.
             if request is None:
                 request = self._new_request(self._free_name(trainer, facts, self.filename, reuse=None), facts, None)
-            self._kept.keep(request.name, facts.stretch_end)
+            self._kept.add(request.name, facts.stretch_end)
         if self.save_last:
             self._add_last(trainer, facts, request)
         elif request is not None:
@@ -380,7 +380,7 @@ class ModelCheckpoint(Callback):
         claimed = claimed_names(self._folder)
         index_holds = self._recorded is None or self._is_same_folder(trainer, self._recorded)
         return SaveFacts(
-            epoch, step, dict(trainer.callback_metrics), present, claimed, index_holds, self._kept.look(trainer)
+            epoch, step, dict(trainer.callback_metrics), present, claimed, index_holds, self._kept.due(trainer)
         )
 
     def _is_same_folder(self, trainer: Run, recorded: str) -> bool:
@@ -503,7 +503,7 @@ class ModelCheckpoint(Callback):
 
     def _forget(self, names: set[str]) -> None:
         self._top.scores = {name: score for name, score in self._top.scores.items() if name not in names}
-        self._kept.forget(names)
+        self._kept.remove(names)
         self._latest, self._last, self._beside = (
             None if name in names else name for name in (self._latest, self._last, self._beside)
         )
