@@ -38,7 +38,6 @@ from trainwright.core.errors import ConfigurationError
         ("ModelPruning", {"pruning_fn": "random_structured", "pruning_dim": 0}, "use_global_unstructured=False"),
         ("ModelPruning", {"pruning_fn": prune.RandomStructured}, "is not unstructured"),
         ("ModelSummary", {"max_depth": -2}, "max_depth=-2"),
-        ("SlowRankDetector", {"every_n_steps": 0}, "factors above 1"),
         ("StochasticWeightAveraging", {"swa_lrs": 0.0}, "above 0"),
         ("StochasticWeightAveraging", {"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "from 0.0 to 1.0"),
         ("StochasticWeightAveraging", {"swa_lrs": 0.1, "annealing_epochs": -1}, "0 or more epochs"),
