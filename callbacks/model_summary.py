@@ -200,7 +200,8 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
         num_params, num_trainable = _count(module.parameters())
         kind = own_class(module).__name__
         layer = LayerSummary(name, kind, num_params, num_trainable, module.training)
-        layer.flops = flops.get(f"{root}.{name}", 0)
+        if example is not None:
+            layer.flops = flops.get(f"{root}.{name}", 0)
         if name in sizes:
             layer.in_size, layer.out_size = sizes[name]
         summary.layers.append(layer)
