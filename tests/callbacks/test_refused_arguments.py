@@ -23,7 +23,7 @@ from trainwright.core.errors import ConfigurationError
         ("LambdaCallback", {"on_fit_end": 3}, "expected a function"),
         ("LearningRateMonitor", {"logging_interval": "batch"}, "logging_interval='batch'"),
         ("LossSpikeDetector", {"window": 3}, "LossSpikeDetector"),
-        ("LossSpikeDetector", {"threshold": 0}, "LossSpikeDetector"),
+        ("LossSpikeDetector", {"patience": 0}, "patience=0"),
         ("LossSpikeDetector", {"action": "rolback"}, "LossSpikeDetector"),
         ("ModelCheckpoint", {"save_top_k": -2}, "save_top_k=-2"),
         ("ModelCheckpoint", {"save_top_k": 2}, "nothing to rank by"),
