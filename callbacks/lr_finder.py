@@ -115,8 +115,8 @@ class LRFinder:
         if line.slope > -_MIN_STANDARD_ERRORS * line.error:
             return lr, (
                 f"{subject} where the loss falls most, but the slope there is not larger than the noise between "
-                "batches. Increase max_lr if the loss has not fallen yet, or num_training, or the batch size, and check "
-                "plot()."
+                "batches. Increase max_lr if the loss has not fallen yet, or num_training, or the batch size, and "
+                "check plot()."
             )
         return lr, ""
 
