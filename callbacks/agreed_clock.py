@@ -41,15 +41,20 @@ class AgreedClock:
             return self._remaining_s() <= 0
         if trainer.state.step < self._next_check:
             return False
-        up, wait = from_main_rank(trainer, self._look(trainer.state.step))
-        self._next_check = trainer.state.step + wait
-        return up
+        is_up, steps_until_check = from_main_rank(trainer, self._check(trainer.state.step))
+        self._next_check = trainer.state.step + steps_until_check
+        return is_up
 
-    def _look(self, step: int) -> tuple[bool, int]:
+    def _check(self, step: int) -> tuple[bool, int]:
+        """Return whether the time is up by this rank's clock, and the number of steps until the next check."""
         remaining_s = self._remaining_s()
         now_s = time.monotonic()
-        seconds_per_step = max((now_s - self._checked_at_s) / max(step - self._checked_at_step, 1), 1e-6)
+        num_steps = max(step - self._checked_at_step, 1)
+        seconds_per_step = max((now_s - self._checked_at_s) / num_steps, 1e-6)
         self._checked_at_s = now_s
         self._checked_at_step = step
-        wait = int(0.5 * remaining_s / seconds_per_step) if remaining_s > 0 else 1
-        return remaining_s <= 0, min(max(wait, 1), MAX_STEPS_BETWEEN_CHECKS)
+        if remaining_s <= 0:
+            return True, 1
+        # With 100 s left at 0.5 s per step, the next check is 100 steps later, when about 50 s are left.
+        steps_until_check = int(0.5 * remaining_s / seconds_per_step)
+        return False, min(max(steps_until_check, 1), MAX_STEPS_BETWEEN_CHECKS)

@@ -29,7 +29,7 @@ class AveragedWeights:
 
     Args:
         task: the task whose weights are averaged. The weights must already be on their final device.
-        run: gathers and shards weights. Default: None, for weights that are not sharded.
+        trainer: gathers and shards weights. Default: None, for weights that are not sharded.
         device: device of the average. Default: None, which uses the device of each weight.
         use_buffers: average floating-point buffers of the state dict too. Integer buffers (counters) are never
             averaged. Default: True.
@@ -57,58 +57,62 @@ class AveragedWeights:
         self._trainer = trainer
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
-        self._places: dict[str, int] = {}  # tied weights share an index
-        self._owners: list[tuple[torch.nn.Module, str]] = []
-        self._find(task, use_buffers)
+        self._indices: dict[str, int] = {}  # name → index in `_owners` and `_stored`; tied weights share an index
+        self._owners: list[tuple[torch.nn.Module, str]] = []  # module and attribute of each averaged tensor
+        self._find_weights(task, use_buffers)
+        # This rank's shards of the average, or of the training weights while swapped. Values of the first update
+        # replace these copies.
         with torch.no_grad():
-            self._own = [value.detach().to(device, copy=True) for value in self._live]
-        self._whole = False
-        self._alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, value in enumerate(self._own):
-            self._alike.setdefault((value.device, value.dtype), []).append(place)
+            self._stored = [value.detach().to(device, copy=True) for value in self._local_weights]
+        self._is_gathered = False
+        # Indices of tensors that one call of `multi_avg_fn` can update together.
+        self._groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, value in enumerate(self._stored):
+            self._groups.setdefault((value.device, value.dtype), []).append(index)
 
-    def _find(self, task: TaskModule, use_buffers: bool) -> None:
-        saved = task.state_dict().keys()
-        known: dict[int, int] = {}
+    def _find_weights(self, task: TaskModule, use_buffers: bool) -> None:
+        saved_names = task.state_dict().keys()
+        index_of: dict[int, int] = {}  # by identity, because a tied weight is one tensor under several names
         for prefix, module in task.named_modules(remove_duplicate=False):
-            found = dict(module.named_parameters(recurse=False))
+            tensors = dict(module.named_parameters(recurse=False))
             if use_buffers:
-                found |= module.named_buffers(recurse=False)
-            for key, value in found.items():
+                tensors |= module.named_buffers(recurse=False)
+            for key, value in tensors.items():
                 name = f"{prefix}.{key}" if prefix else key
-                if name in saved and (value.is_floating_point() or value.is_complex()):
-                    if id(value) not in known:
-                        known[id(value)] = len(self._owners)
-                        self._owners.append((module, key))
-                    self._places[_plain(name)] = known[id(value)]
+                can_average = value.is_floating_point() or value.is_complex()
+                if name not in saved_names or not can_average:
+                    continue
+                if id(value) not in index_of:
+                    index_of[id(value)] = len(self._owners)
+                    self._owners.append((module, key))
+                self._indices[_plain(name)] = index_of[id(value)]
 
     @property
-    def _held(self) -> list[torch.Tensor]:
+    def _weights(self) -> list[torch.Tensor]:
         # Looked up each time: a task may replace a buffer by another tensor.
         return [getattr(module, key) for module, key in self._owners]
 
     @property
-    def _live(self) -> list[torch.Tensor]:
-        """Return this rank's shards of the task's weights. They share memory with the weights."""
-        return [_local(value) for value in self._held]
+    def _local_weights(self) -> list[torch.Tensor]:
+        """This rank's shards of the task's weights. They share memory with the weights."""
+        return [_local(value) for value in self._weights]
 
     @property
     def in_shards(self) -> bool:
         """True if the average is sharded over several ranks."""
-        return not self._whole and any(map(is_sharded, self._held))
+        return not self._is_gathered and any(map(is_sharded, self._weights))
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the task's current weights to the average."""
-        live = self._live
-        for places in self._alike.values():
-            averages = [self._own[place] for place in places]
-            current = [live[place].detach().to(self._own[place].device) for place in places]
+        weights = self._local_weights
+        for (device, _), indices in self._groups.items():
+            averages = [self._stored[index] for index in indices]
+            current = [weights[index].detach().to(device) for index in indices]
             if self.num_averaged == 0:
                 for average, value in zip(averages, current, strict=True):
-                    average.copy_(
-                        value * 1
-                    )  # torch_xla 2.9 shares the buffer of a plain copy, and the next step frees it
+                    # torch_xla 2.9 shares the buffer of a plain copy, and the next step frees it.
+                    average.copy_(value * 1)
             elif self._avg_fn is not None:
                 for average, value in zip(averages, current, strict=True):
                     average.copy_(self._avg_fn(average, value, self.num_averaged))
@@ -124,10 +128,10 @@ class AveragedWeights:
         """
         if self.num_averaged == 0:
             return
-        for live, own in zip(self._live, self._own, strict=True):
-            held = own.clone()
-            own.copy_(live)
-            live.copy_(held)
+        for weight, stored in zip(self._local_weights, self._stored, strict=True):
+            previous = stored.clone()
+            stored.copy_(weight)
+            weight.copy_(previous)
         self.swapped = not self.swapped
 
     def put_average_into(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,8 +141,8 @@ class AveragedWeights:
         """
         if self.num_averaged == 0:
             return dict(state)
-        cut = any(map(is_sharded, state.values()))
-        average = self._named(self._live if self.swapped else self._own, whole=not cut)
+        is_in_shards = any(map(is_sharded, state.values()))
+        average = self._named(self._average, full=not is_in_shards)
         return {name: average.get(_plain(name), value) for name, value in state.items()}
 
     def average(self) -> dict[str, torch.Tensor]:
@@ -147,14 +151,20 @@ class AveragedWeights:
         Values are references, not copies. For sharded weights the call is collective and returns full copies on the
         host, with values on the main rank only.
         """
-        return self._named(self._live if self.swapped else self._own) if self.num_averaged else {}
+        return {} if self.num_averaged == 0 else self._named(self._average)
 
     def current(self) -> dict[str, torch.Tensor]:
         """Return the training weights by name. Empty before the first update.
 
         Values are references or, for sharded weights, gathered copies, as in `average`.
         """
-        return self._named(self._own if self.swapped else self._live) if self.num_averaged else {}
+        if self.num_averaged == 0:
+            return {}
+        return self._named(self._stored if self.swapped else self._local_weights)
+
+    @property
+    def _average(self) -> list[torch.Tensor]:
+        return self._local_weights if self.swapped else self._stored
 
     @torch.no_grad()
     def restore(self, num_averaged: int, *, average: Tensors | None = None, current: Tensors | None = None) -> None:
@@ -168,60 +178,72 @@ class AveragedWeights:
         Raises:
             CheckpointError: a name or shape differs from the task's.
         """
-        for values, targets in ((average, self._own), (current, self._live)):
-            if values is None:
-                continue
-            strange = sorted(set(values) ^ set(self._places))
-            if strange:
-                raise CheckpointError(
-                    "the averaged weights of the checkpoint and the weights of this task have different names: "
-                    f"{', '.join(strange[:5])}. Use the model and the use_buffers of the run that saved the "
-                    "checkpoint."
-                )
-            held = self._held
-            for name, value in values.items():
-                place = self._places[name]
-                if value.shape != held[place].shape:
-                    raise CheckpointError(
-                        f"the averaged {name} has the shape {tuple(value.shape)} in the checkpoint and "
-                        f"{tuple(held[place].shape)} in this task. Use the model of the run that saved the checkpoint."
-                    )
-                piece = value if self._trainer is None else self._trainer.cut_like(value, held[place])
-                targets[place].copy_(_local(piece))
+        if average is not None:
+            self._load(average, self._stored)
+        if current is not None:
+            self._load(current, self._local_weights)
         self.num_averaged = num_averaged
         self.swapped = False
+
+    def _load(self, values: Tensors, targets: list[torch.Tensor]) -> None:
+        """Copy full values into this rank's shards."""
+        differing_names = sorted(set(values) ^ set(self._indices))
+        if differing_names:
+            raise CheckpointError(
+                "the averaged weights of the checkpoint and the weights of this task have different names: "
+                f"{', '.join(differing_names[:5])}. Use the model and the use_buffers of the run that saved the "
+                "checkpoint."
+            )
+        weights = self._weights
+        for name, value in values.items():
+            index = self._indices[name]
+            weight = weights[index]
+            if value.shape != weight.shape:
+                raise CheckpointError(
+                    f"the averaged {name} has the shape {tuple(value.shape)} in the checkpoint and "
+                    f"{tuple(weight.shape)} in this task. Use the model of the run that saved the checkpoint."
+                )
+            if self._trainer is not None:
+                value = self._trainer.cut_like(value, weight)
+            targets[index].copy_(_local(value))
 
     @torch.no_grad()
     def make_whole(self) -> None:
         """Gather the shards of the average. Call it before the task's weights are unsharded. Collective."""
         if self.in_shards:
-            self._own = self._collect(self._own)
-            self._whole = True
+            self._stored = self._gather(self._stored)
+            self._is_gathered = True
 
-    def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _as_sharded(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's values, as sharded tensors if the task's weights are sharded. Nothing is copied."""
         if not self.in_shards:
             return values
         from torch.distributed.tensor import DTensor
 
-        def as_held(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-            if not isinstance(like, DTensor):
-                return value
-            mesh = like.device_mesh
-            placements = like.placements
-            stride = tuple(like.stride())
-            return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=stride)
+        sharded: list[torch.Tensor] = []
+        for value, weight in zip(values, self._weights, strict=True):
+            if isinstance(weight, DTensor):
+                # Shape and stride are passed because shards of different ranks may differ in size. They are those of
+                # the weight, so the check, which communicates, is not needed.
+                value = DTensor.from_local(
+                    value,
+                    weight.device_mesh,
+                    weight.placements,
+                    run_check=False,
+                    shape=weight.shape,
+                    stride=tuple(weight.stride()),
+                )
+            sharded.append(value)
+        return sharded
 
-        return [as_held(value, like) for value, like in zip(values, self._held, strict=True)]
-
-    def _collect(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._trainer is None:
             return values
-        return [self._trainer.gather_tensor(value) for value in self._as_held(values)]
+        return [self._trainer.gather_tensor(value) for value in self._as_sharded(values)]
 
-    def _named(self, values: list[torch.Tensor], *, whole: bool = True) -> dict[str, torch.Tensor]:
-        values = self._collect(values) if whole else self._as_held(values)
-        return {name: values[place].detach() for name, place in self._places.items()}
+    def _named(self, values: list[torch.Tensor], *, full: bool = True) -> dict[str, torch.Tensor]:
+        values = self._gather(values) if full else self._as_sharded(values)
+        return {name: values[index].detach() for name, index in self._indices.items()}
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

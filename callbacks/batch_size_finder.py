@@ -67,6 +67,7 @@ class BatchSizeFinder(Callback):
                 f"BatchSizeFinder(mode={mode!r}): unknown.{nearest(mode, self.SUPPORTED_MODES)} Known: 'power', "
                 "'binsearch'."
             )
+        # Fractions and smaller numbers would search without an end, or without a trial.
         counts = {
             "steps_per_trial": steps_per_trial,
             "init_val": init_val,
@@ -74,7 +75,7 @@ class BatchSizeFinder(Callback):
             "max_val": max_val,
         }
         for argument, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"BatchSizeFinder({argument}={value!r}): write a whole number of at least 1.")
         if not 0.0 <= margin < 1.0:
             raise ConfigurationError(f"BatchSizeFinder(margin={margin!r}): write a fraction of at least 0 and below 1.")
@@ -107,21 +108,22 @@ class BatchSizeFinder(Callback):
             self.optimal_batch_size = None
             return
         attribute = self.attribute(task, trainer.datamodule)
-        before = attribute.get()
-        found = before
+        initial_size = attribute.get()
+        found_size = initial_size
         try:
             with trainer.trial_steps(alone=True, remakes_loaders=True) as trials:
                 try:
                     tries = _Tries(trials, attribute, self._steps_per_trial)
-                    found = self._search(tries, trials.capacity(), trainer.world_size)
+                    found_size = self._search(tries, trials.capacity(), trainer.world_size)
                 finally:
-                    attribute.set(before)  # as the trial run must find it
-                trials.at_end(lambda: attribute.set(found))
+                    # The end of the trial steps restores the state from before, with the loaders of this size.
+                    attribute.set(initial_size)
+                trials.at_end(lambda: attribute.set(found_size))
         except BaseException:
-            attribute.set(before)
+            attribute.set(initial_size)
             raise
-        self.optimal_batch_size = found
-        trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
+        self.optimal_batch_size = found_size
+        trainer.print(f"BatchSizeFinder: {attribute.name} = {found_size}")
 
     def _search(self, tries: _Tries, capacity: int | None, world_size: int) -> int:
         """Return the largest size that fitted, which `"binsearch"` reduces by the margin. The same on every rank."""
@@ -132,13 +134,13 @@ class BatchSizeFinder(Callback):
                 "samples."
             )
         high: int | None = None  # the smallest size that did not fit
-        low = 0
+        low = 0  # the largest size that fitted
         size = min(self._init_val, limit)
-        fitted = 0
+        num_fitted = 0
         while True:
             if tries.fits(size):
                 low = size
-                fitted = fitted + 1
+                num_fitted += 1
             else:
                 high = size
             if low == 0 and size == 1:
@@ -147,7 +149,7 @@ class BatchSizeFinder(Callback):
                     "model, smaller samples, or a lower precision."
                 )
             size = self._next(low, high, limit)
-            if not low < size or fitted >= self._max_trials:
+            if size <= low or num_fitted >= self._max_trials:
                 break
         if self._mode == "binsearch" and self._margin:
             reduced = max(1, int(low * (1 - self._margin)))
@@ -160,12 +162,14 @@ class BatchSizeFinder(Callback):
         if low == 0:
             assert high is not None  # the first size has been tried
             return high // 2
-        if high is None:
-            if 2 * low <= limit:
-                return 2 * low
-            # A power of two that the data cannot fill is not tried as anything less; a binary search goes to the edge.
-            return limit if self._mode == "binsearch" or limit == self._max_val else low
-        return (low + high) // 2 if self._mode == "binsearch" else low
+        bisects = self._mode == "binsearch"
+        if high is not None:
+            return (low + high) // 2 if bisects else low
+        if 2 * low <= limit:
+            return 2 * low
+        # The next power of two is above the limit. `max_val` is tried itself. The number of samples is tried by a
+        # binary search only, because "power" returns a power of two times `init_val`.
+        return limit if bisects or limit == self._max_val else low
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         self.scale_batch_size(trainer, task)
@@ -184,20 +188,22 @@ class _Tries:
         self._trials = trials
         self._attribute = attribute
         self._num_steps = num_steps
-        self._known: dict[int, bool] = {}
-        self.reason = ""
+        self._results: dict[int, bool] = {}  # size → whether it fitted
+        self.reason = ""  # of the last trial that ran out of memory
 
     def fits(self, size: int) -> bool:
         """Return whether steps with this batch size fit into every rank's memory."""
-        if size not in self._known:
-            self._attribute.set(size)
-            trial = self._trials.try_out(self._num_steps)
-            if trial.batch_size is not None and trial.batch_size != size:
-                raise ConfigurationError(
-                    f"BatchSizeFinder: {self._attribute.name} was set to {size}, but the loader makes batches of "
-                    f"{trial.batch_size}. Create the loader with batch_size=self.{self._attribute.name} in each call "
-                    "of the method that returns it."
-                )
-            self._known[size] = trial.fits
-            self.reason = trial.reason or self.reason
-        return self._known[size]
+        if size in self._results:
+            return self._results[size]
+        self._attribute.set(size)
+        trial = self._trials.try_out(self._num_steps)
+        if trial.batch_size is not None and trial.batch_size != size:
+            raise ConfigurationError(
+                f"BatchSizeFinder: {self._attribute.name} was set to {size}, but the loader makes batches of "
+                f"{trial.batch_size}. Create the loader with batch_size=self.{self._attribute.name} in each call "
+                "of the method that returns it."
+            )
+        self._results[size] = trial.fits
+        if trial.reason:
+            self.reason = trial.reason
+        return trial.fits

@@ -12,7 +12,7 @@ from trainwright.core.run import Run, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
 
-# Functions of backends without `memory_stats`.
+# Functions of backends without `memory_stats`, such as torch.mps.
 _MEMORY_READINGS = ("current_allocated_memory", "driver_allocated_memory", "memory_allocated", "memory_reserved")
 
 
@@ -37,7 +37,7 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
-        self._logged_at = 0
+        self._last_logged_step = 0
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":
@@ -47,22 +47,26 @@ class DeviceStatsMonitor(Callback):
                 "DeviceStatsMonitor has nothing to log to: the Trainer has no logger. Pass Trainer(logger=...) or "
                 "remove the callback."
             )
-        if self._wants_host(trainer.device):
+        if self._logs_host(trainer.device):
             _host_statistics()  # fails early without psutil; its first percentage is since this call
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         step = trainer.state.step
-        if step % trainer.log_every_n_steps or step == self._logged_at or not trainer.is_global_zero:
+        if step % trainer.log_every_n_steps or not trainer.is_global_zero:
             return
-        self._logged_at = step  # a group whose loss was None does not count as a step
+        if step == self._last_logged_step:
+            return  # a group whose loss was None does not count as a step
+        self._last_logged_step = step
         statistics = memory_statistics(trainer.device)
-        if self._wants_host(trainer.device):
+        if self._logs_host(trainer.device):
             statistics |= _host_statistics()
         if statistics:
             trainer.log_now({f"DeviceStatsMonitor/{name}": value for name, value in statistics.items()})
 
-    def _wants_host(self, device: torch.device) -> bool:
-        return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
+    def _logs_host(self, device: torch.device) -> bool:
+        if self.cpu_stats is not None:
+            return self.cpu_stats
+        return device.type == "cpu"
 
 
 def memory_statistics(device: torch.device) -> dict[str, float]:

@@ -121,17 +121,19 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
     def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
-        if trainer.stage == "fit" and not trainer.sanity_checking and not self._looks_at_epoch_end(trainer):
+        if trainer.stage != "fit" or trainer.sanity_checking:
+            return
+        if not self._checks_at_epoch_end(trainer):
             trainer.at_step_end(partial(self._check, trainer, trainer.state.epoch))
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
-        if self._looks_at_epoch_end(trainer):
+        if self._checks_at_epoch_end(trainer):
             trainer.at_step_end(partial(self._check, trainer, trainer.state.epoch))
 
-    def _looks_at_epoch_end(self, trainer: Run) -> bool:
-        return (
-            self.check_on_train_epoch_end if self.check_on_train_epoch_end is not None else not trainer.has_validation
-        )
+    def _checks_at_epoch_end(self, trainer: Run) -> bool:
+        if self.check_on_train_epoch_end is not None:
+            return self.check_on_train_epoch_end
+        return not trainer.has_validation
 
     def _check(self, trainer: Run, epoch: int) -> None:
         """Check the metric and request the end if needed. Collective with several processes."""
@@ -139,7 +141,7 @@ class EarlyStopping(Callback):
             return
         value = from_main_rank(trainer, trainer.callback_metrics.get(self.monitor))
         if value is None:
-            self._complain(trainer)
+            self._report_missing_metric(trainer)
             return
         reason, message = self.judge(float(value))
         if message is not None and self.verbose:
@@ -158,16 +160,16 @@ class EarlyStopping(Callback):
         """
         name = self.monitor
         best = self.best_score
-        compared = "<" if self.mode == "min" else ">"
         if self.check_finite and not math.isfinite(value):
             return (
                 EarlyStoppingReason.NON_FINITE_METRIC,
                 f"{name}={value} is not finite; the best before was {best:.5g}.",
             )
         if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
+            comparison = "<" if self.mode == "min" else ">"
             return (
                 EarlyStoppingReason.STOPPING_THRESHOLD,
-                f"{name}={value:.5g} {compared} stopping_threshold={self.stopping_threshold}.",
+                f"{name}={value:.5g} {comparison} stopping_threshold={self.stopping_threshold}.",
             )
         if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
             return (
@@ -188,7 +190,7 @@ class EarlyStopping(Callback):
             )
         return EarlyStoppingReason.NOT_STOPPED, None
 
-    def _complain(self, trainer: Run) -> None:
+    def _report_missing_metric(self, trainer: Run) -> None:
         message = missing_metric(
             f"EarlyStopping(monitor={self.monitor!r})", self.monitor, trainer.callback_metrics, trainer
         )

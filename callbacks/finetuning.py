@@ -38,9 +38,10 @@ class BaseFinetuning(Callback):
     needs = ("late_groups",)
 
     def __init__(self) -> None:
-        self._groups: dict[str, list[list[str]]] = {}  # optimizer → names of the parameters of each added group
-        self._trained: list[str] | None = None
-        self._resting: list[str] = []  # BatchNorm modules with frozen statistics
+        # Index of an optimizer → names of the parameters of each added group. The index is text, as a key of JSON is.
+        self._added_groups: dict[str, list[list[str]]] = {}
+        self._trained: list[str] | None = None  # names of the parameters that require gradients; None before an epoch
+        self._frozen_norms: list[str] = []  # names of the BatchNorm modules with frozen statistics
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
         """Freeze modules, before the optimizers are created."""
@@ -54,8 +55,11 @@ class BaseFinetuning(Callback):
     def flatten_modules(modules: Modules) -> list[nn.Module]:
         """Flatten modules, or nested lists of modules, to the modules that have own parameters or no children."""
         if isinstance(modules, nn.Module):
-            return [one for one in modules.modules() if one._parameters or not one._modules]
-        return [one for module in modules for one in BaseFinetuning.flatten_modules(module)]
+            return [module for module in modules.modules() if module._parameters or not module._modules]
+        flat = []
+        for module in modules:
+            flat.extend(BaseFinetuning.flatten_modules(module))
+        return flat
 
     @staticmethod
     def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
@@ -66,7 +70,9 @@ class BaseFinetuning(Callback):
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
                 continue
-            yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad == requires_grad:
+                    yield parameter
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
@@ -89,17 +95,17 @@ class BaseFinetuning(Callback):
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that are not in the optimizer yet. Warn if some are already in it."""
         params = list(params)
-        known = _ids_in(optimizer)
-        found = [p for p in params if id(p) not in known]
-        if len(found) < len(params):
+        in_optimizer = _ids_in(optimizer)
+        new = [p for p in params if id(p) not in in_optimizer]
+        if len(new) < len(params):
             warnings.warn(
-                f"{len(params) - len(found)} parameters to be unfrozen are in the optimizer already, and keep their "
+                f"{len(params) - len(new)} parameters to be unfrozen are in the optimizer already, and keep their "
                 "parameter group. In configure_optimizers, pass only parameters with requires_grad=True to the "
                 "optimizer.",
                 TrainwrightWarning,
                 stacklevel=3,
             )
-        return found
+        return new
 
     @staticmethod
     def unfreeze_and_add_param_group(
@@ -118,12 +124,18 @@ class BaseFinetuning(Callback):
             initial_denom_lr: divisor if `lr` is None. Default: 10.
             train_bn: add parameters of BatchNorm layers to the group. Default: True.
         """
-        never_frozen = {id(p) for p in BaseFinetuning.filter_params(modules)} & _ids_in(optimizer)
+        # BatchNorm layers that were trained from the beginning stay in their group, without the warning of
+        # `filter_on_optimizer`. Their ids are read before everything is made trainable.
+        trainable = {id(parameter) for parameter in BaseFinetuning.filter_params(modules)}
+        never_frozen = trainable & _ids_in(optimizer)
         BaseFinetuning.make_trainable(modules)
-        unfrozen = (p for p in BaseFinetuning.filter_params(modules, train_bn) if id(p) not in never_frozen)
-        if params := BaseFinetuning.filter_on_optimizer(optimizer, unfrozen):
-            rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else lr
-            optimizer.add_param_group({"params": params, "lr": rate})
+        unfrozen = [p for p in BaseFinetuning.filter_params(modules, train_bn) if id(p) not in never_frozen]
+        params = BaseFinetuning.filter_on_optimizer(optimizer, unfrozen)
+        if not params:
+            return
+        if lr is None:
+            lr = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr
+        optimizer.add_param_group({"params": params, "lr": lr})
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":
@@ -138,35 +150,42 @@ class BaseFinetuning(Callback):
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         if self._trained is None:
             return
+        # A resumed run: the optimizers need the added groups before their state is loaded.
         parameters = dict(task.named_parameters())
         trained = set(self._trained)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trained)
         for name, module in task.named_modules():
             if isinstance(module, _BatchNorm):
-                module.track_running_stats = name not in self._resting
+                module.track_running_stats = name not in self._frozen_norms
         for number, optimizer in enumerate(trainer.optimizers):
-            for names in self._groups.get(str(number), []):
+            for names in self._added_groups.get(str(number), []):
                 optimizer.add_param_group({"params": [parameters[name] for name in names]})
-                _exclude_from_schedules(trainer, optimizer, optimizer.param_groups[-1])
+                _add_to_schedules(trainer, optimizer, optimizer.param_groups[-1])
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         for number, optimizer in enumerate(trainer.optimizers):
-            before = len(optimizer.param_groups)
+            num_groups = len(optimizer.param_groups)
             self.finetune_function(task, trainer.current_epoch, optimizer)
+            # Tensors compare by value, so their names are found by identity.
             names = {id(parameter): name for name, parameter in task.named_parameters()}
-            for group in optimizer.param_groups[before:]:
-                self._groups.setdefault(str(number), []).append([names[id(p)] for p in group["params"]])
-                _exclude_from_schedules(trainer, optimizer, group)
+            for group in optimizer.param_groups[num_groups:]:
+                group_names = [names[id(parameter)] for parameter in group["params"]]
+                self._added_groups.setdefault(str(number), []).append(group_names)
+                _add_to_schedules(trainer, optimizer, group)
         self._trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
-        norms = [(name, module) for name, module in task.named_modules() if isinstance(module, _BatchNorm)]
-        self._resting = [name for name, module in norms if not module.track_running_stats]
+        self._frozen_norms = []
+        for name, module in task.named_modules():
+            if isinstance(module, _BatchNorm) and not module.track_running_stats:
+                self._frozen_norms.append(name)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"groups": self._groups, "trained": self._trained, "resting": self._resting}
+        return {"groups": self._added_groups, "trained": self._trained, "resting": self._frozen_norms}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._groups, self._trained, self._resting = (state_dict[name] for name in ("groups", "trained", "resting"))
+        self._added_groups = state_dict["groups"]
+        self._trained = state_dict["trained"]
+        self._frozen_norms = state_dict["resting"]
 
 
 class BackboneFinetuning(BaseFinetuning):
@@ -222,22 +241,27 @@ class BackboneFinetuning(BaseFinetuning):
         self.freeze(pl_module.get_submodule("backbone"), train_bn=self.train_bn)
 
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
-        current = float(optimizer.param_groups[0]["lr"])
+        current_lr = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
-            given = self.backbone_initial_lr
-            backbone = pl_module.get_submodule("backbone")
-            rate = current * self.backbone_initial_ratio_lr if given is None else given
-            self.unfreeze_and_add_param_group(backbone, optimizer, rate, self.initial_denom_lr, self.train_bn)
+            backbone_lr = self.backbone_initial_lr
+            if backbone_lr is None:
+                backbone_lr = current_lr * self.backbone_initial_ratio_lr
+            self.unfreeze_and_add_param_group(
+                pl_module.get_submodule("backbone"), optimizer, backbone_lr, self.initial_denom_lr, self.train_bn
+            )
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
-            rate = self.previous_backbone_lr * (2.0 if self.lambda_func is None else self.lambda_func(epoch + 1))
-            rate = min(rate, current) if self.should_align else rate
-            optimizer.param_groups[-1]["lr"] = rate
+            factor = 2.0 if self.lambda_func is None else self.lambda_func(epoch + 1)
+            backbone_lr = self.previous_backbone_lr * factor
+            if self.should_align:
+                backbone_lr = min(backbone_lr, current_lr)
+            optimizer.param_groups[-1]["lr"] = backbone_lr
         else:
             return
-        self.previous_backbone_lr = rate
+        self.previous_backbone_lr = backbone_lr
         if self.verbose:
-            rates = [round(each, self.rounding) for each in (current, rate)]
-            pl_module.print(f"epoch {epoch}: learning rate {rates[0]}, of the backbone {rates[1]}")
+            shown_lr = round(current_lr, self.rounding)
+            shown_backbone_lr = round(backbone_lr, self.rounding)
+            pl_module.print(f"epoch {epoch}: learning rate {shown_lr}, of the backbone {shown_backbone_lr}")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
@@ -259,8 +283,10 @@ def _set_trained(module: nn.Module, trained: bool) -> None:
         parameter.requires_grad_(trained)
 
 
-def _exclude_from_schedules(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:
+def _add_to_schedules(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Add a new group to the schedules of an optimizer. Its initial learning rate is the current one."""
+    # Schedules of torch have one base rate per group (and one function, if they take functions), and torch raises an
+    # error if the numbers differ.
     group["initial_lr"] = group["lr"]
     pending: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
     while pending:
@@ -269,6 +295,7 @@ def _exclude_from_schedules(trainer: Run, optimizer: Optimizer, group: dict[str,
         if vars(schedule).get("optimizer") is optimizer and "base_lrs" in vars(schedule):
             schedule.base_lrs.append(group["lr"])
             if isinstance(schedule, LambdaLR):
+                # The schedule sets initial_lr × factor, so this factor leaves the group's rate as it is.
                 schedule.lr_lambdas.append(lambda _: float(group["lr"]) / float(group["initial_lr"]))
             elif isinstance(schedule, MultiplicativeLR):
                 schedule.lr_lambdas.append(lambda _: 1.0)

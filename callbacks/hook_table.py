@@ -23,6 +23,11 @@ from trainwright.core.task import TaskModule
 Listener = Callable[..., Any]
 Listeners = tuple[Listener, ...]
 
+_warned: set[tuple[type, str]] = set()  # classes and methods with a warning in this process
+_FIRST_WORDS = frozenset(
+    {"configure", "config", "train", "training", "val", "validation", "test", "predict", "prepare"}
+)
+
 # A task's hook of the same name has the arguments of the callback's, without the first two.
 _TASK_EVENTS = frozenset(EVENTS) & frozenset(vars(TaskHooks)) - {"setup", "teardown"}
 # The Trainer calls the task's own `setup` and `teardown` along with the data module's.
@@ -34,29 +39,36 @@ class HookTable:
 
     def __init__(self, callbacks: Iterable[Callback] = (), task: TaskModule | None = None) -> None:
         ordered = sorted(callbacks, key=lambda callback: callback.order)
-        for event in (*EVENTS, *_TASK_ONLY_EVENTS):
-            hooks = (own_hook(callback, event, Callback) for callback in ordered if event in EVENTS)
-            listeners: list[Listener] = [hook for hook in hooks if hook is not None]
-            of_task = task is not None and (event in _TASK_EVENTS or event in _TASK_ONLY_EVENTS)
-            own = own_hook(task, event, TaskHooks) if of_task else None
-            if own is not None:
-                listeners.append(_without_run(own))
+        for event in EVENTS:
+            listeners: list[Listener] = []
+            for callback in ordered:
+                hook = own_hook(callback, event, Callback)
+                if hook is not None:
+                    listeners.append(hook)
+            if event in _TASK_EVENTS:
+                listeners.extend(_task_listeners(task, event))
             setattr(self, event, tuple(listeners))
+        for event in _TASK_ONLY_EVENTS:
+            setattr(self, event, _task_listeners(task, event))
 
     def wrap(self, wrap: Callable[[str, Listener], Listener]) -> None:
         """Replace each hook by `wrap(name, hook)`, with a name such as `[Callback]ModelCheckpoint.on_train_end`."""
         for event, listeners in list(vars(self).items()):
-            named = []
+            wrapped = []
             for listener in listeners:
                 owner = getattr(listener, "__self__", None)
-                kind = "Callback" if isinstance(owner, Callback) or owner is None else "TaskModule"
-                name = "function" if owner is None else type(owner).__name__
-                named.append(wrap(f"[{kind}]{name}.{event}", listener))
-            setattr(self, event, tuple(named))
+                if owner is None:  # a plain function, as LambdaCallback has
+                    name = "[Callback]function"
+                elif isinstance(owner, Callback):
+                    name = f"[Callback]{type(owner).__name__}"
+                else:
+                    name = f"[TaskModule]{type(owner).__name__}"
+                wrapped.append(wrap(f"{name}.{event}", listener))
+            setattr(self, event, tuple(wrapped))
 
     def only_read(self, events: Iterable[str]) -> bool:
         """Return whether all hooks of `events` belong to callbacks with `reads_only`. A hook of the task does not."""
-        return all(_only_reads(listener) for event in events for listener in getattr(self, event))
+        return all(all(map(_only_reads, getattr(self, event))) for event in events)
 
     def __getattr__(self, event: str) -> Listeners:  # for type checkers: the entries are set above
         raise AttributeError(f"there is no event {event!r}")
@@ -69,60 +81,80 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
         ConfigurationError: a method's name is one edit away from a hook that `obj` does not have, or is a hook of older
             versions of Lightning. Less similar names cause a warning.
     """
-    own: dict[str, None] = {}
-    for cls in type(obj).__mro__:
-        if cls is base or cls.__module__.startswith(("torch.", "trainwright.")):
-            continue
-        own |= dict.fromkeys(name for name, value in vars(cls).items() if callable(value) and not name.startswith("_"))
-    for name in own:
+    cls = type(obj)
+    own_methods = _own_methods(cls, base)
+    for name in own_methods:
         if name in known or hasattr(base, name):
             continue
-        if _calls(type(obj), name):  # the user's own method
+        if _is_called(cls, name):  # a helper of the user's hooks
             continue
-        owner = type(obj).__name__
         if name in REMOVED_HOOKS:
-            raise ConfigurationError(f"{owner}.{name} is never called: {REMOVED_HOOKS[name]}")
+            raise ConfigurationError(f"{cls.__name__}.{name} is never called: {REMOVED_HOOKS[name]}")
         renamed = RENAMED_HOOKS.get(name)
-        looks_like_one = name.startswith("on_") or name.split("_")[0] in _FIRST_WORDS or "step" in name
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.86) if looks_like_one and renamed is None else []
-        meant = renamed or next(iter(close), None)
-        if meant is None:
+        similar = renamed or _similar_hook(name, known)
+        if similar is None:
             continue
-        if renamed is not None or (meant not in own and _one_edit_apart(name, meant)):
+        # If the similar hook exists, too, the name is hardly a misspelling of it.
+        is_misspelt = similar not in own_methods and _is_one_edit_apart(name, similar)
+        if renamed is not None or is_misspelt:
             raise ConfigurationError(
-                f"{owner}.{name} is never called: the hook is named {meant!r}. Rename the method (or give it a leading "
-                "underscore if it is your own)."
+                f"{cls.__name__}.{name} is never called: the hook is named {similar!r}. Rename the method (or give it "
+                "a leading underscore if it is your own)."
             )
-        if (type(obj), name) not in _warned:
-            _warned.add((type(obj), name))
-            warnings.warn(
-                f"{owner}.{name} resembles the hook {meant!r}, and is not called as a hook. Rename it if it is meant "
-                "to be that hook; otherwise give it a leading underscore.",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
+        if (cls, name) in _warned:
+            continue
+        _warned.add((cls, name))
+        warnings.warn(
+            f"{cls.__name__}.{name} resembles the hook {similar!r}, and is not called as a hook. Rename it if it is "
+            "meant to be that hook; otherwise give it a leading underscore.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
 
 
-def _calls(cls: type, name: str) -> bool:
+def _own_methods(cls: type, base: type) -> list[str]:
+    """Return the public methods that the user's classes define, each once, those of sub-classes first."""
+    names: dict[str, None] = {}  # a set in the order of insertion
+    for ancestor in cls.__mro__:
+        if ancestor is base or ancestor.__module__.startswith(("torch.", "trainwright.")):
+            continue
+        for name, value in vars(ancestor).items():
+            if callable(value) and not name.startswith("_"):
+                names[name] = None
+    return list(names)
+
+
+def _is_called(cls: type, name: str) -> bool:
     """Return whether another method of a class reads the attribute `name`."""
-    methods = [value for base in cls.__mro__ for key, value in vars(base).items() if key != name]
-    return any(name in method.__code__.co_names for method in methods if isinstance(method, FunctionType))
+    for ancestor in cls.__mro__:
+        for key, method in vars(ancestor).items():
+            if key == name or not isinstance(method, FunctionType):
+                continue
+            # The names that a function's code reads: the source may not be available.
+            if name in method.__code__.co_names:
+                return True
+    return False
 
 
-def _one_edit_apart(first: str, second: str) -> bool:
+def _similar_hook(name: str, known: Sequence[str]) -> str | None:
+    has_first_word = name.startswith("on_") or name.split("_")[0] in _FIRST_WORDS
+    if not has_first_word and "step" not in name:
+        return None
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.86)
+    return similar[0] if similar else None
+
+
+def _is_one_edit_apart(first: str, second: str) -> bool:
     """Return whether two names differ by one added, missing or wrong letter, or by two swapped neighbours."""
+    if len(first) == len(second):
+        differences = [i for i in range(len(first)) if first[i] != second[i]]
+        if len(differences) != 2:
+            return len(differences) == 1
+        i, j = differences
+        return j == i + 1 and first[i] == second[j] and first[j] == second[i]
     short, long = sorted((first, second), key=len)
-    same = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
-    if len(long) - len(short) == 1:
-        return short[same:] == long[same + 1 :]
-    swapped = short[same : same + 2] == long[same : same + 2][::-1] and short[same + 2 :] == long[same + 2 :]
-    return len(long) == len(short) and (short[same + 1 :] == long[same + 1 :] or swapped)
-
-
-_warned: set[tuple[type, str]] = set()
-_FIRST_WORDS = frozenset(
-    {"configure", "config", "train", "training", "val", "validation", "test", "predict", "prepare"}
-)
+    # Removing the additional letter gives the shorter name: "on_fitt_end" without its second "t" is "on_fit_end".
+    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
 
 
 def _only_reads(listener: Listener) -> bool:
@@ -130,13 +162,18 @@ def _only_reads(listener: Listener) -> bool:
     if not isinstance(owner, Callback):
         return False
     # The declaration is not inherited: a sub-class may override anything.
-    said = vars(owner).get("reads_only", vars(type(owner)).get("reads_only", False))
-    return bool(said)
+    of_class = vars(type(owner)).get("reads_only", False)
+    return bool(vars(owner).get("reads_only", of_class))
 
 
-def _without_run(hook: Callable[..., Any]) -> Listener:
+def _task_listeners(task: TaskModule | None, event: str) -> Listeners:
+    """Return the task's own hook of an event, which does not receive the run and the task."""
+    hook = None if task is None else own_hook(task, event, TaskHooks)
+    if hook is None:
+        return ()
+
     def listener(_run: object, _task: object, *args: object) -> Any:
         return hook(*args)
 
-    vars(listener)["__self__"] = getattr(hook, "__self__", None)  # the task
-    return listener
+    vars(listener)["__self__"] = getattr(hook, "__self__", None)  # the task, as for a bound method
+    return (listener,)

@@ -17,63 +17,76 @@ class KeepEvery:
     """Intervals of training with one permanent checkpoint each."""
 
     def __init__(self, every: Length | None) -> None:
-        self.names: list[str] = []
+        self.names: list[str] = []  # permanent checkpoints, oldest first
         self._every = None if every is None else _parse(every)
-        self._at: float | None = None  # progress of the run at the last one, in the interval's unit
+        # Progress of the run at the newest permanent checkpoint, in the interval's unit. None before `begin`.
+        self._last_progress: float | None = None
 
     def begin(self, trainer: Run) -> None:
         """Start at the current progress, or at the progress of a loaded state if that is earlier."""
         if self._every is None:
             return
-        now = self._progress(trainer)
-        self._at = now if self._at is None else min(self._at, now)  # a new run may pass the same intervals again
+        now = _progress(trainer, self._every)
+        if self._last_progress is None:
+            self._last_progress = now
+        else:
+            # A run that starts again from an earlier step passes the same intervals again.
+            self._last_progress = min(self._last_progress, now)
 
-    def look(self, trainer: Run) -> float | None:
+    def due(self, trainer: Run) -> float | None:
         """Return the progress of the run if an interval has ended since the last permanent checkpoint, else None."""
         if self._every is None:
             return None
-        now = self._progress(trainer)
-        at = self._at or 0.0
-        return now if self._stretch(now) > self._stretch(at) else None
+        now = _progress(trainer, self._every)
+        last = self._last_progress or 0.0
+        # An interval is due once, however many of them passed since the last save.
+        if _num_intervals(now, self._every) > _num_intervals(last, self._every):
+            return now
+        return None
 
-    def keep(self, name: str, at: float) -> None:
-        """Add a permanent checkpoint for the interval that has ended at `at`."""
+    def add(self, name: str, progress: float) -> None:
+        """Add a permanent checkpoint. `progress` is the result of `due`."""
         self.names.append(name)
-        self._at = at
+        self._last_progress = progress
 
-    def forget(self, names: set[str]) -> None:
+    def remove(self, names: set[str]) -> None:
         """Remove entries of checkpoints that no longer exist."""
         self.names = [name for name in self.names if name not in names]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names and the progress, serializable as JSON."""
-        return {"names": self.names, "unit": None if self._every is None else self._every.unit, "at": self._at}
+        unit = None if self._every is None else self._every.unit
+        return {"names": self.names, "unit": unit, "at": self._last_progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`. An interval whose unit has changed starts at the current progress."""
         self.names = list(state["names"])
-        same = self._every is not None and state["unit"] == self._every.unit
-        self._at = state["at"] if same else None
+        if self._every is not None and state["unit"] == self._every.unit:
+            self._last_progress = state["at"]
+        else:
+            self._last_progress = None
 
-    def _stretch(self, progress: float) -> int:
-        assert self._every is not None  # `look` asks for it
-        return math.floor(progress / self._every.value + 1e-9)  # 0.3 / 0.1 is a little less than 3
 
-    def _progress(self, trainer: Run) -> float:
-        if self._every is None:
-            return 0.0
-        if self._every.unit != "epochs":
-            return self._every.elapsed(trainer.state)
-        state = trainer.state
-        total = trainer.num_training_batches
-        # At an epoch's end the epoch counter has not increased yet, but all of its batches are done.
-        return state.epoch + (state.batch_in_epoch / total if 0 < total < math.inf else float(state.epoch_done))
+def _num_intervals(progress: float, every: Duration) -> int:
+    # The small addend is for rounding errors: 0.3 / 0.1 is a little less than 3.
+    return math.floor(progress / every.value + 1e-9)
+
+
+def _progress(trainer: Run, every: Duration) -> float:
+    state = trainer.state
+    if every.unit != "epochs":
+        return every.elapsed(state)
+    # `Duration.elapsed` counts finished epochs only, and an interval may be a fraction of one. At an epoch's end the
+    # epoch counter has not increased yet, but all of its batches are done.
+    num_batches = trainer.num_training_batches
+    if 0 < num_batches < math.inf:
+        return state.epoch + state.batch_in_epoch / num_batches
+    return state.epoch + float(state.epoch_done)
 
 
 def _parse(every: Length) -> Duration:
-    if isinstance(every, bool):
-        raise ConfigurationError(f"ModelCheckpoint(keep_every={every}): write a length, such as '1000 steps'.")
     length = Duration(every, "steps") if isinstance(every, int) else Duration(every)
+    # A length of 0 would divide by zero at the first save.
     if length.value <= 0:
         raise ConfigurationError(
             f"ModelCheckpoint(keep_every={every!r}): write a length above 0, such as '1000 steps', or None."

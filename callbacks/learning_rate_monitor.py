@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -58,7 +59,7 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
         self._pending: dict[str, float] = {}
-        self._read_at = 0
+        self._step_at_start = 0  # completed steps when the current group began
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -75,8 +76,8 @@ class LearningRateMonitor(Callback):
         self._pending = {}
         self.lrs = {}
         # Detects groups of equal names before the first step.
-        for _, names, _ in _named_optimizers(trainer):
-            for name in names:
+        for named in _named_optimizers(trainer):
+            for name in named.group_names:
                 self.lrs[name] = []
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
@@ -85,59 +86,82 @@ class LearningRateMonitor(Callback):
 
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
         # Read before the step: after it a scheduler has set the next step's rate.
-        if (trainer.state.step + 1) % trainer.log_every_n_steps == 0 and self.logging_interval != "epoch":
+        is_log_step = (trainer.state.step + 1) % trainer.log_every_n_steps == 0
+        if is_log_step and self.logging_interval != "epoch":
             self._pending.update(self._read(trainer, "step"))
-        self._read_at = trainer.state.step
+        self._step_at_start = trainer.state.step
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        if self._pending and trainer.state.step > self._read_at:  # a group whose loss was None does not count as a step
+        # A group whose loss was None does not count as a step.
+        if self._pending and trainer.state.step > self._step_at_start:
             trainer.log_now(self._pending)
             self._pending = {}
 
     def _read(self, trainer: Run, interval: str) -> dict[str, float]:
         values: dict[str, float] = {}
-        for optimizer, names, stepped in _named_optimizers(trainer):
-            if self.logging_interval is None and stepped not in (None, interval):
+        for named in _named_optimizers(trainer):
+            if self.logging_interval is None and named.interval not in (None, interval):
                 continue
-            for name, group in zip(names, optimizer.param_groups, strict=True):
+            for name, group in zip(named.group_names, named.optimizer.param_groups, strict=True):
                 values[name] = float(group["lr"])
                 self.lrs.setdefault(name, []).append(values[name])  # groups may be added in training
                 if self.log_momentum:
-                    values[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _momentum(group)
+                    momentum = _momentum(group)
+                    values[f"{name}-momentum"] = momentum
+                    self.last_momentum_values[f"{name}-momentum"] = momentum
                 if self.log_weight_decay:
                     decay = float(group.get("weight_decay", 0.0))
-                    values[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = decay
+                    values[f"{name}-weight_decay"] = decay
+                    self.last_weight_decay_values[f"{name}-weight_decay"] = decay
         trainer.show_now(values)
         return values
 
 
-def _named_optimizers(trainer: Run) -> list[tuple[Optimizer, list[str], str | None]]:
-    """Return every optimizer with the names of its groups and the interval of its first scheduler, if it has one."""
-    found: list[tuple[Optimizer, list[str], str | None]] = []
-    seen: Counter[str] = Counter()
+@dataclass(frozen=True, slots=True)
+class _NamedOptimizer:
+    optimizer: Optimizer
+    group_names: list[str]
+    interval: str | None  # of its first scheduler; None without a scheduler
+
+
+def _named_optimizers(trainer: Run) -> list[_NamedOptimizer]:
+    named: list[_NamedOptimizer] = []
+    num_of_class: Counter[str] = Counter()  # optimizers without a name from a scheduler
     for optimizer in trainer.optimizers:
-        mine = [c for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
-        name = next((config.name for config in mine if config.name is not None), None)
+        name: str | None = None
+        interval: str | None = None
+        for config in trainer.lr_scheduler_configs:
+            if getattr(config.scheduler, "optimizer", None) is not optimizer:
+                continue
+            if interval is None:
+                interval = config.interval
+            if name is None:
+                name = config.name
         if name is None:
-            kind = f"lr-{type(optimizer).__name__}"
-            name = f"{kind}-{seen[kind]}" if seen[kind] else kind
-            seen[kind] += 1
-        found.append((optimizer, _group_names(name, optimizer), mine[0].interval if mine else None))
-    return found
+            name = f"lr-{type(optimizer).__name__}"
+            number = num_of_class[name]
+            num_of_class[name] += 1
+            if number > 0:
+                name = f"{name}-{number}"
+        named.append(_NamedOptimizer(optimizer, _group_names(name, optimizer), interval))
+    return named
 
 
 def _group_names(name: str, optimizer: Optimizer) -> list[str]:
     groups = optimizer.param_groups
     if len(groups) == 1:
-        own = groups[0].get("name")
-        return [f"{name}/{own}" if own else name]
-    names = [f"{name}/{group.get('name') or f'pg{index}'}" for index, group in enumerate(groups, start=1)]
-    twice = [one for one, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ConfigurationError(
-            f"LearningRateMonitor: several parameter groups of one {type(optimizer).__name__} are called {twice[0]!r}. "
-            "Give each group its own 'name'."
-        )
+        group_name = groups[0].get("name")
+        return [f"{name}/{group_name}" if group_name else name]
+    names: list[str] = []
+    for number, group in enumerate(groups, start=1):
+        group_name = group.get("name") or f"pg{number}"
+        full_name = f"{name}/{group_name}"
+        if full_name in names:
+            raise ConfigurationError(
+                f"LearningRateMonitor: several parameter groups of one {type(optimizer).__name__} are called "
+                f"{full_name!r}. Give each group its own 'name'."
+            )
+        names.append(full_name)
     return names
 
 

@@ -6,6 +6,7 @@ import math
 import statistics
 import warnings
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,15 @@ Action = Literal["warn", "stop", "rollback"]
 _ACTIONS = ("warn", "stop", "rollback")
 _TO_SIGMA = 1.4826  # of a normal distribution, the standard deviation over the median absolute deviation
 _FLOOR = 0.01  # of the median: a lower bound for losses with very little noise
+
+
+@dataclass(frozen=True, slots=True)
+class _Spikes:
+    """Consecutive spikes that reached `patience`."""
+
+    first_step: int  # completed steps, with the step of the first spike
+    last_loss: float
+    bound: float  # the largest loss that would not have been a spike at the last one
 
 
 class LossSpikeDetector(Callback):
@@ -50,18 +60,18 @@ class LossSpikeDetector(Callback):
         last_spike: 0-based index of the first step that caused the last action; None before the first action.
 
     Raises:
-        ConfigurationError: a value is out of range, or the action is unknown. In a run: the task uses manual
-            optimization.
+        ConfigurationError: `window` is below 4, `patience` is below 1, or the action is unknown. In a run: the task
+            uses manual optimization.
     """
 
     reads_only = True
 
     def __init__(self, window: int = 100, threshold: float = 8.0, patience: int = 1, action: Action = "warn") -> None:
-        if isinstance(window, bool) or not isinstance(window, int) or window < 4:
+        # A smaller window gives no usable deviation, and would report ordinary steps as spikes.
+        if window < 4:
             raise ConfigurationError(f"LossSpikeDetector(window={window!r}): write a whole number of at least 4.")
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not threshold > 0:
-            raise ConfigurationError(f"LossSpikeDetector(threshold={threshold!r}): write a number above 0.")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        # With 0 as in EarlyStopping, no number of consecutive spikes would ever equal it.
+        if patience < 1:
             raise ConfigurationError(f"LossSpikeDetector(patience={patience!r}): write a whole number of at least 1.")
         if action not in _ACTIONS:
             raise ConfigurationError(
@@ -121,12 +131,12 @@ class LossSpikeDetector(Callback):
         step = trainer.state.step
         self._unread.append((step, result.loss))
         if step % trainer.log_every_n_steps == 0:
-            self._look(trainer)
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
-        self._look(trainer)  # before a checkpoint of the epoch's end is written
+        self._check(trainer)  # before a checkpoint of the epoch's end is written
 
-    def _look(self, trainer: Run) -> None:
+    def _check(self, trainer: Run) -> None:
         """Read the losses that are still on the device and act on spikes. Collective; waits for the device."""
         unread = self._unread
         self._unread = []
@@ -135,30 +145,27 @@ class LossSpikeDetector(Callback):
         losses = torch.stack([loss.float() for _, loss in unread])
         if trainer.world_size > 1:
             losses = trainer.all_gather(losses).mean(0)  # a rank's loss is its share of the mean
-        found = self._judge([step for step, _ in unread], losses.tolist())
-        found = from_main_rank(trainer, found)
-        if found is not None:
-            self._act(trainer, *found)
+        spikes = self._find_spikes([step for step, _ in unread], losses.tolist())
+        spikes = from_main_rank(trainer, spikes)
+        if spikes is not None:
+            self._act(trainer, spikes)
 
-    def _judge(self, steps: list[int], losses: list[float]) -> tuple[int, float, float] | None:
-        """Add losses and look for `patience` consecutive spikes.
-
-        Returns:
-            The step of the first of these spikes, and the loss and the bound of the last. None without such spikes.
-        """
+    def _find_spikes(self, steps: list[int], losses: list[float]) -> _Spikes | None:
+        """Add losses and return the first `patience` consecutive spikes, if any."""
         found = None
         for step, loss in zip(steps, losses, strict=True):
-            bound = self._bound()
-            if math.isfinite(loss):
+            bound = self._bound()  # of the losses before this one
+            is_finite = math.isfinite(loss)
+            if is_finite:
                 self._losses.append(loss)
-            if math.isfinite(loss) and loss <= bound:
+            if is_finite and loss <= bound:
                 self._in_a_row = 0
                 continue
             self._in_a_row += 1
             if self._in_a_row == 1:
                 self._first_of_row = step
             if self._in_a_row == self.patience and found is None:
-                found = self._first_of_row, loss, bound
+                found = _Spikes(first_step=self._first_of_row, last_loss=loss, bound=bound)
         return found
 
     def _bound(self) -> float:
@@ -169,14 +176,19 @@ class LossSpikeDetector(Callback):
         mad = statistics.median(abs(loss - median) for loss in self._losses)
         return median + self.threshold * max(_TO_SIGMA * mad, _FLOOR * abs(median))
 
-    def _act(self, trainer: Run, first: int, loss: float, bound: float) -> None:
+    def _act(self, trainer: Run, spikes: _Spikes) -> None:
+        # `first_step` counts completed steps, so the 0-based index of that step is one less.
+        index = spikes.first_step - 1
         self.num_spikes += 1
-        self.last_spike = first - 1
-        above = "" if math.isinf(bound) else f", above {bound:.5g}"
-        later = f" and was still high {self.patience - 1} step(s) later" if self.patience > 1 else ""
-        message = f"LossSpikeDetector: the training loss jumped at step {first - 1}{later}: {loss:.5g}{above}"
+        self.last_spike = index
+        later = ""
+        if self.patience > 1:
+            later = f" and was still high {self.patience - 1} step(s) later"
+        message = f"LossSpikeDetector: the training loss jumped at step {index}{later}: {spikes.last_loss:.5g}"
+        if math.isfinite(spikes.bound):
+            message += f", above {spikes.bound:.5g}"
         if self.action == "rollback":
-            trainer.request_rollback(message, before_step=first - 1)
+            trainer.request_rollback(message, before_step=index)
             return
         if trainer.is_global_zero:
             warnings.warn(f"{message}.", TrainwrightWarning, stacklevel=2)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _MODES = ("exponential", "linear")
 _SMOOTHING = 0.98  # of the running mean of losses
-_CERTAIN = 4.0  # standard errors by which a slope must be below 0; of some 80 slopes of noise the steepest has about 3
+# Standard errors by which a slope must be below 0. Of some 80 slopes of noise the steepest has about 3.
+_MIN_STANDARD_ERRORS = 4.0
 
 
 class LRFinder:
@@ -47,10 +48,10 @@ class LRFinder:
 
     def lr_of(self, step: int) -> float:
         """Return the learning rate of a 0-based step, from `lr_min` to `lr_max`."""
-        share = step / max(self.num_training - 1, 1)
+        progress = step / max(self.num_training - 1, 1)  # from 0 to 1
         if self.mode == "linear":
-            return self.lr_min + share * (self.lr_max - self.lr_min)
-        return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
+            return self.lr_min + progress * (self.lr_max - self.lr_min)
+        return float(self.lr_min * (self.lr_max / self.lr_min) ** progress)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the learning rate at which the loss falls most steeply over the logarithm of the rate.
@@ -84,32 +85,38 @@ class LRFinder:
                 f"no learning rate can be suggested: {len(points)} of {len(losses)} points remain (skip_begin="
                 f"{skip_begin}, skip_end={skip_end}). Increase num_training, or skip fewer points."
             )
+        # A line is fitted to `reach` points on each side of its center. With 100 points reach is 12: the centers are
+        # the points 12 to 87. Two points have no inner one, so their line is that of the first.
         reach = min(max(1, len(points) // 8), (len(points) - 1) // 2)
-        ends = len(points) - reach if reach else 1  # two points have one slope
-        lines = [_fit(points[c - reach : c + reach + 1] if reach else points, lrs, losses) for c in range(reach, ends)]
+        if reach == 0:
+            lines = [_fit(points, lrs, losses)]
+        else:
+            centers = range(reach, len(points) - reach)
+            lines = [_fit(points[center - reach : center + reach + 1], lrs, losses) for center in centers]
         steepest = min(range(len(lines)), key=lambda i: lines[i].slope)
-        if lines[steepest].slope >= 0:
+        line = lines[steepest]
+        if line.slope >= 0:
             return None, (
                 f"no learning rate can be suggested: the loss does not fall between {lrs[points[0]]:.3g} and "
                 f"{lrs[points[-1]]:.3g}. Check the task and its loss, or test another range (min_lr, max_lr)."
             )
         self._optimal_idx = points[reach + steepest]
         lr = lrs[self._optimal_idx]
-        where = f"the suggested learning rate {lr:.3g} is"
+        subject = f"the suggested learning rate {lr:.3g} is"
         if len(lines) < 3:
-            return (
-                lr,
-                f"{where} one of {len(points)} points, too few for a curve. Increase num_training, or skip fewer "
-                "points.",
+            return lr, (
+                f"{subject} one of {len(points)} points, too few for a curve. Increase num_training, or skip fewer "
+                "points."
             )
         if steepest == 0:
-            return lr, f"{where} at the beginning of the tested range. Decrease min_lr, and check plot()."
+            return lr, f"{subject} at the beginning of the tested range. Decrease min_lr, and check plot()."
         if steepest == len(lines) - 1:
-            return lr, f"{where} at the end of the tested range. Increase max_lr, and check plot()."
-        if lines[steepest].slope > -_CERTAIN * lines[steepest].error:
+            return lr, f"{subject} at the end of the tested range. Increase max_lr, and check plot()."
+        if line.slope > -_MIN_STANDARD_ERRORS * line.error:
             return lr, (
-                f"{where} where the loss falls most, but the slope there is not larger than the noise between batches. "
-                "Increase max_lr if the loss has not fallen yet, or num_training, or the batch size, and check plot()."
+                f"{subject} where the loss falls most, but the slope there is not larger than the noise between "
+                "batches. Increase max_lr if the loss has not fallen yet, or num_training, or the batch size, and "
+                "check plot()."
             )
         return lr, ""
 
@@ -125,14 +132,20 @@ class LRFinder:
             MissingPackageError: matplotlib is not installed.
         """
         plt: Any = require_package("matplotlib.pyplot", purpose="LRFinder.plot")
-        figure, axes = plt.subplots() if ax is None else (ax.figure, ax)
+        if ax is None:
+            figure, axes = plt.subplots()
+        else:
+            figure = ax.figure
+            axes = ax
         axes.plot(self.results["lr"], self.results["loss"])
         if self.mode == "exponential":
             axes.set_xscale("log")
         axes.set_xlabel("Learning rate")
         axes.set_ylabel("Loss")
-        if suggest and (lr := self.suggestion()) is not None and self._optimal_idx is not None:
-            axes.plot(lr, self.results["loss"][self._optimal_idx], markersize=10, marker="o", color="red")
+        if suggest:
+            lr = self.suggestion()
+            if lr is not None and self._optimal_idx is not None:
+                axes.plot(lr, self.results["loss"][self._optimal_idx], markersize=10, marker="o", color="red")
         if show:
             plt.show()
         return figure
@@ -149,10 +162,13 @@ def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _FittedLin
     y = torch.tensor([losses[i] for i in points], dtype=torch.float64)
     x = x - x.mean()
     y = y - y.mean()
-    slope = float((x * y).sum() / x.square().sum())
+    spread = x.square().sum()
+    slope = float((x * y).sum() / spread)
     if len(points) < 5:
         return _FittedLine(slope, 0.0)  # too few to separate noise from a curve
-    return _FittedLine(slope, float(((y - slope * x).square().sum() / (len(points) - 2) / x.square().sum()).sqrt()))
+    # The line has two parameters, which are subtracted from the number of points.
+    variance = (y - slope * x).square().sum() / (len(points) - 2)
+    return _FittedLine(slope, float((variance / spread).sqrt()))
 
 
 class LearningRateFinder(Callback):
@@ -178,8 +194,8 @@ class LearningRateFinder(Callback):
     Override `on_fit_start` to do nothing and call `lr_find` from `on_train_epoch_start` to test at chosen epochs.
 
     Raises:
-        ConfigurationError: an argument is out of range. In a run: the attribute does not exist, there is not exactly
-            one optimizer, or the task uses manual optimization.
+        ConfigurationError: the mode or the range is not valid. In a run: the attribute does not exist, there is not
+            exactly one optimizer, or the task uses manual optimization.
     """
 
     order = Order.FIRST
@@ -204,13 +220,12 @@ class LearningRateFinder(Callback):
             raise ConfigurationError(
                 f"LearningRateFinder(min_lr={min_lr!r}, max_lr={max_lr!r}): write 0 < min_lr < max_lr."
             )
-        if isinstance(num_training_steps, bool) or not isinstance(num_training_steps, int) or num_training_steps < 1:
-            raise ConfigurationError(
-                f"LearningRateFinder(num_training_steps={num_training_steps!r}): write a whole number of at least 1."
-            )
         self.optimal_lr: LRFinder | None = None
         self._found_lr: float | None = None
-        self._result = (name, float(min_lr), float(max_lr), num_training_steps)
+        self._mode = name
+        self._min_lr = float(min_lr)
+        self._max_lr = float(max_lr)
+        self._num_training_steps = num_training_steps
         self._early_stop_threshold = early_stop_threshold
         self._update_attr = update_attr
         self._attr_name = attr_name
@@ -249,14 +264,14 @@ class LearningRateFinder(Callback):
                 "needs exactly one."
             )
         attribute = self.attribute(task, trainer.datamodule)
-        found = LRFinder(*self._result)
+        finder = LRFinder(self._mode, self._min_lr, self._max_lr, self._num_training_steps)
         with trainer.trial_steps(alone=False) as trials:
-            watch = _Watch(found, trainer.optimizers[0], self._early_stop_threshold)
-            trials.train(found.num_training, before_step=watch.before_step, after_step=watch.after_step)
-        self.optimal_lr = found
+            test = _RangeTest(finder, trainer.optimizers[0], self._early_stop_threshold)
+            trials.train(finder.num_training, before_step=test.before_step, after_step=test.after_step)
+        self.optimal_lr = finder
         if attribute is None:
             return
-        lr, problem = found.examine()
+        lr, problem = finder.examine()
         if problem and trainer.is_global_zero:
             advice = "" if lr is not None else f" {attribute.name} is unchanged."
             warnings.warn(f"LearningRateFinder: {problem}{advice}", TrainwrightWarning, stacklevel=2)
@@ -270,13 +285,13 @@ class LearningRateFinder(Callback):
         """Make the running optimizer and its schedules continue from `lr`. A warm-up continues at its current step."""
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
-                base = group.get("initial_lr")
-                rate = lr * group["lr"] / base if base else lr
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate)
+                base_lr = group.get("initial_lr")  # set by a schedule
+                if base_lr:
+                    # A warm-up that is at a tenth of its base rate stays at a tenth of the new one.
+                    _set_lr(group, lr * group["lr"] / base_lr)
                 else:
-                    group["lr"] = rate
-                if base is not None:
+                    _set_lr(group, lr)
+                if base_lr is not None:
                     group["initial_lr"] = lr
         for config in trainer.lr_scheduler_configs:
             if hasattr(config.scheduler, "base_lrs"):
@@ -296,11 +311,18 @@ class LearningRateFinder(Callback):
         self._found_lr = state_dict.get("lr")
 
 
-class _Watch:
+def _set_lr(group: dict[str, Any], lr: Any) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(lr)  # in place, because a compiled or captured step reads this tensor
+    else:
+        group["lr"] = lr
+
+
+class _RangeTest:
     """Set the learning rate of each step of a test and record its loss. End the test if the loss diverges."""
 
-    def __init__(self, found: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
-        self._found = found
+    def __init__(self, finder: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
+        self._finder = finder
         self._optimizer = optimizer
         self._threshold = threshold
         self._mean = 0.0
@@ -308,24 +330,27 @@ class _Watch:
         self._lr = 0.0
 
     def before_step(self, step: int) -> None:
-        self._lr = self._found.lr_of(step)
+        self._lr = self._finder.lr_of(step)
         for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(self._lr)
-            else:
-                group["lr"] = self._lr
+            _set_lr(group, self._lr)
 
     def after_step(self, loss: float) -> bool:
-        losses = self._found.results["loss"]
-        self._found.results["lr"].append(self._lr)
-        self._found.results["step_loss"].append(loss)
+        """Record a step's loss, and return whether the loss diverges."""
+        results = self._finder.results
+        losses = results["loss"]
+        results["lr"].append(self._lr)
+        results["step_loss"].append(loss)
         if math.isnan(loss):  # a skipped step, or a NaN loss
             losses.append(loss)
             return False
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
-        smoothed = self._mean / (1 - _SMOOTHING ** (1 + sum(map(math.isfinite, losses))))
-        rise = math.inf if self._threshold is None else (self._threshold - 1) * abs(self._best)
-        diverges = bool(losses) and smoothed > self._best + rise
+        # The running mean starts at 0: the divisor, 1 - 0.98 ** n after n losses, corrects this bias, as in Adam.
+        num_losses = 1 + sum(map(math.isfinite, losses))
+        smoothed = self._mean / (1 - _SMOOTHING**num_losses)
+        diverges = False
+        if losses and self._threshold is not None:
+            max_rise = (self._threshold - 1) * abs(self._best)
+            diverges = smoothed > self._best + max_rise
         self._best = min(self._best, smoothed)
         losses.append(smoothed)
         return diverges

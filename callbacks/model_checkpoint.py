@@ -109,31 +109,40 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = train_time_interval
-        by_epoch = every_n_train_steps is None and train_time_interval is None
-        self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(by_epoch)
+        if every_n_epochs is None:
+            has_other_interval = every_n_train_steps is not None or train_time_interval is not None
+            every_n_epochs = 0 if has_other_interval else 1
+        self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self.keep_every = keep_every
         self.current_score: float | None = None
-        self.remote: str | None = dirpath.rstrip("/") if is_url(dirpath) else None
-        given = None if dirpath is None or self.remote is not None else Path(dirpath).expanduser().absolute()
-        self._folder = self._given_dirpath = given
-        self._said_missing: set[str] = set()  # metrics of `filename` that were never logged
+        self.remote: str | None = None
+        self._dirpath_argument: Path | None = None
+        if is_url(dirpath):
+            self.remote = dirpath.rstrip("/")
+        elif dirpath is not None:
+            self._dirpath_argument = Path(dirpath).expanduser().absolute()
+        self._folder = self._dirpath_argument  # `setup` replaces None by the run's folder
+        self._warned_fields: set[str] = set()  # fields of `filename` with a warning that they were never logged
+        # The index: names of checkpoints that this callback keeps, relative to the folder.
         self._top = TopK(save_top_k, self.mode)
-        self._kept = KeepEvery(keep_every)
+        self._permanent = KeepEvery(keep_every)
         self._latest: str | None = None  # without a monitor: the newest, kept instead of a best one
-        self._last: str | None = None
-        self._beside: str | None = None  # with save_last="link": the link's target when it is not among the best
-        self._replaced: list[str] = []  # checkpoints to delete once the newest save is published
-        self._left_over: list[str] = []  # after a resume: checkpoints to delete that may still exist
+        self._last: str | None = None  # the checkpoint or link `last`, with its version if the name was taken
+        self._unranked_last: str | None = None  # with save_last="link": the link's target if not among the best
+        # Checkpoints that are deleted once the newest save is published. They are part of the state, because a run may
+        # be killed between the two: the resumed run finds them in `_loaded_removals` and deletes those that exist.
+        self._removals: list[str] = []
+        self._loaded_removals: list[str] = []
         self._last_saved_step = 0  # nothing is saved before the first step
         self._saved_at_s = 0.0
         self._clock = AgreedClock(self._seconds_to_next_save)
         self._validated = False
         self._epoch_ended = False
         self._waiting_for_validation = False
-        self._remote_names: frozenset[str] = frozenset()
-        self._recorded: str | None = None  # folder of a loaded index; None once it is checked
+        self._remote_names: frozenset[str] = frozenset()  # names in the remote folder when the fit began
+        self._loaded_dirpath: str | None = None  # folder or URL of a loaded index; None once it is checked
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -147,9 +156,11 @@ class ModelCheckpoint(Callback):
                 "metric with monitor=..., or use save_top_k=1 (the latest) or -1 (all)."
             )
         for name in ("every_n_train_steps", "every_n_epochs"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"ModelCheckpoint({name}={getattr(self, name)}): write 0 (never) or more.")
-        if (self.every_n_train_steps > 0) + (self.every_n_epochs > 0) + (self.train_time_interval is not None) > 1:
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigurationError(f"ModelCheckpoint({name}={value}): write 0 (never) or more.")
+        intervals = (self.every_n_train_steps > 0, self.every_n_epochs > 0, self.train_time_interval is not None)
+        if sum(intervals) > 1:
             raise ConfigurationError(
                 f"ModelCheckpoint(every_n_train_steps={self.every_n_train_steps}, every_n_epochs={self.every_n_epochs},"
                 f" train_time_interval={self.train_time_interval}): choose one of the three; use several "
@@ -166,7 +177,10 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        seconds = self.train_time_interval.total_seconds() if self.train_time_interval is not None else None
+        # Several ModelCheckpoints of a run differ in what they save. Folders and names may change in a resume.
+        seconds = None
+        if self.train_time_interval is not None:
+            seconds = self.train_time_interval.total_seconds()
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
             f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, train_time_interval_s={seconds})"
@@ -175,7 +189,9 @@ class ModelCheckpoint(Callback):
     @property
     def dirpath(self) -> str | None:
         """The folder or URL of the checkpoints; None before a run without an argument `dirpath`."""
-        return self.remote or (None if self._folder is None else str(self._folder))
+        if self.remote is not None:
+            return self.remote
+        return None if self._folder is None else str(self._folder)
 
     @property
     def local_dirpath(self) -> Path | None:
@@ -215,7 +231,9 @@ class ModelCheckpoint(Callback):
     def _path(self, name: str | None) -> str:
         if name is None or self._folder is None:
             return ""
-        return str(self._folder / name) if self.remote is None else f"{self.remote}/{name}"
+        if self.remote is not None:
+            return f"{self.remote}/{name}"
+        return str(self._folder / name)
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
@@ -232,23 +250,24 @@ class ModelCheckpoint(Callback):
         name = format_name(
             template, metrics, insert_names=self.auto_insert_metric_name, equals=self.CHECKPOINT_EQUALS_CHAR
         )
-        join = self.CHECKPOINT_JOIN_CHAR
-        name = name if prefix is None else f"{prefix}{join}{name}"
-        name = name if ver is None else f"{name}{join}v{ver}"
-        name = f"{name}{self.FILE_EXTENSION}"
+        if prefix is not None:
+            name = f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}"
+        if ver is not None:
+            name = f"{name}{self.CHECKPOINT_JOIN_CHAR}v{ver}"
+        name += self.FILE_EXTENSION
         return name if self.dirpath is None else f"{self.dirpath}/{name}"
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "dirpath": self._recorded or self.dirpath,
+            "dirpath": self._loaded_dirpath or self.dirpath,
             "scores": {name: to_json(score) for name, score in self._top.scores.items()},
             "current_score": to_json(self.current_score),
             "latest": self._latest,
             "last": self._last,
-            "beside": self._beside,
+            "beside": self._unranked_last,
             "last_saved_step": self._last_saved_step,
-            "replaced": [*self._left_over, *self._replaced],
-            "kept": self._kept.state_dict(),
+            "replaced": [*self._loaded_removals, *self._removals],
+            "kept": self._permanent.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -256,173 +275,225 @@ class ModelCheckpoint(Callback):
         self.current_score = from_json(state_dict["current_score"])
         self._latest = state_dict["latest"]
         self._last = state_dict["last"]
-        self._beside = state_dict["beside"]
+        self._unranked_last = state_dict["beside"]
         self._last_saved_step = state_dict["last_saved_step"]
-        self._left_over = list(state_dict.get("replaced", []))
+        self._loaded_removals = list(state_dict.get("replaced", []))
         if "kept" in state_dict:
-            self._kept.load_state_dict(state_dict["kept"])
-        self._recorded = state_dict["dirpath"]
+            self._permanent.load_state_dict(state_dict["kept"])
+        self._loaded_dirpath = state_dict["dirpath"]
 
     # When to save
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        if stage == "fit":
-            folder = self._given_dirpath or trainer.checkpoint_dir
-            if self.remote is not None:
-                folder = local_folder(Path(trainer.default_root_dir, "checkpoints").absolute(), self.remote)
-            if self._folder not in (None, folder):
-                self._forget(self._held_names())  # names of an earlier fit, in another folder
-            self._folder = folder
-            if trainer.is_global_zero and not self._is_idle(trainer):
-                check_writable(folder)
+        if stage != "fit":
+            return
+        folder = self._dirpath_argument or trainer.checkpoint_dir
+        if self.remote is not None:
+            folder = local_folder(Path(trainer.default_root_dir, "checkpoints").absolute(), self.remote)
+        if self._folder not in (None, folder):
+            self._remove_from_index(self._indexed_names())  # names of an earlier fit, in another folder
+        self._folder = folder
+        if trainer.is_global_zero and not self._saves_nothing(trainer):
+            check_writable(folder)
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
-        self._validated = self._epoch_ended = self._waiting_for_validation = False
+        self._validated = False
+        self._epoch_ended = False
+        self._waiting_for_validation = False
         self._last_saved_step = min(self._last_saved_step, trainer.state.step)  # a new run may pass that step again
         self._saved_at_s = time.monotonic()
-        self._kept.begin(trainer)
-        if self.remote is not None and not self._is_idle(trainer):
+        self._permanent.begin(trainer)
+        if self.remote is not None and not self._saves_nothing(trainer):
             # Now rather than at the first save, so that a refused connection is an error before hours of training.
             self._remote_names = frozenset(trainer.remote_names(self.remote))
         self._clock.start(trainer)
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         if self.every_n_train_steps:
-            if trainer.state.step % self.every_n_train_steps:
-                return
-        elif self.train_time_interval is None or not self._clock.is_up(trainer):
+            is_due = trainer.state.step % self.every_n_train_steps == 0
+        else:
+            is_due = self.train_time_interval is not None and self._clock.is_up(trainer)
+        if not is_due:
             return
         self._saved_at_s = time.monotonic()
-        self._ask(trainer)
+        self._save_at_step_end(trainer)
 
     def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
         if trainer.sanity_checking or trainer.stage != "fit":
             return
         self._validated = True
-        if self._waiting_for_validation or (not self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer)):
-            self._ask(trainer)
+        is_due = not self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer)
+        if self._waiting_for_validation or is_due:
+            self._save_at_step_end(trainer)
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
         self._epoch_ended = True
         if self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer):
-            self._ask(trainer)
+            self._save_at_step_end(trainer)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
-        # Where one checkpoint is kept without a monitor, it must hold the last step, wherever the fit ends. Where all
-        # are kept, a run that is shorter than its first interval must save one too.
-        wanted = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval or self.keep_every
-        keeps_newest = self.save_top_k == 1 or (self.save_top_k == -1 and self._latest is None)
-        keeps_newest = bool(keeps_newest and self.monitor is None and wanted)
-        # A limit of steps may end the fit before its first validation, after which a monitored metric is looked at.
-        has_none = bool(self.monitor is not None and wanted and self.save_top_k and self._top.best is None)
-        saves_first = has_none and (self.monitor in ("epoch", "step") or self.monitor in trainer.callback_metrics)
-        if (self.save_last or keeps_newest or saves_first) and not trainer.interrupted:
-            self._ask(trainer)
+        if trainer.interrupted:
+            return
+        if self.save_last or self._needs_last_step(trainer):
+            self._save_at_step_end(trainer)
+
+    def _needs_last_step(self, trainer: Run) -> bool:
+        """Return whether the end of a fit is saved, although the interval may not have ended."""
+        by_count = self.every_n_train_steps or self.every_n_epochs
+        if not (by_count or self.train_time_interval or self.keep_every):
+            return False
+        if self.monitor is None:
+            # If one checkpoint is kept, it must contain the last step, wherever the fit ends. If all are kept, a run
+            # that is shorter than its first interval must save one too.
+            return self.save_top_k == 1 or (self.save_top_k == -1 and self._latest is None)
+        # A limit of steps may end the fit before its first validation, after which a monitored metric is read.
+        if self.save_top_k == 0 or self._top.best is not None:
+            return False
+        return self.monitor in ("epoch", "step") or self.monitor in trainer.callback_metrics
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        if not self.save_on_exception or self._saves_nothing(trainer):
+            return
         step = trainer.state.step
-        saved = isinstance(exception, Preempted) or self._last_saved_step == step  # no time for more
-        if saved or not self.save_on_exception or self._is_idle(trainer):
+        # A preemption leaves no time for another checkpoint.
+        if isinstance(exception, Preempted) or self._last_saved_step == step:
             return
         if trainer.is_global_zero:
-            facts = self._facts(trainer, trainer.state.epoch, step)
+            facts = self._read_facts(trainer, trainer.state.epoch, step)
             name = self._free_name(trainer, facts, self.filename, reuse=None)
-            trainer.emergency_save(self._new_request(name, facts, None))
+            trainer.emergency_save(self._new_request(name, facts))
 
     def _saves_at_epoch_end(self, trainer: Run) -> bool:
-        return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not trainer.has_validation
+        if self.save_on_train_epoch_end is not None:
+            return self.save_on_train_epoch_end
+        return not trainer.has_validation
 
     def _epoch_is_due(self, trainer: Run) -> bool:
         return self.every_n_epochs > 0 and (trainer.state.epoch + 1) % self.every_n_epochs == 0
 
-    def _is_idle(self, trainer: Run) -> bool:
+    def _saves_nothing(self, trainer: Run) -> bool:
         return bool(trainer.fast_dev_run) or trainer.sanity_checking or trainer.stage != "fit"
 
-    def _ask(self, trainer: Run) -> None:
+    def _save_at_step_end(self, trainer: Run) -> None:
+        """Decide about checkpoints at the end of the step, when all metrics of the step are known."""
         state = trainer.state
-        if not self._is_idle(trainer) and self._last_saved_step != state.step:
-            # The epoch is read now: at an epoch's end the counter may increase before the safe point. After the last
-            # epoch (`on_train_end`) it has increased: the name still contains the epoch that was trained.
-            epoch = state.epoch - 1 if state.epoch > 0 and state.batch_in_epoch == 0 else state.epoch
-            trainer.at_step_end(partial(self._decide, trainer, epoch, state.step))
+        if self._saves_nothing(trainer) or self._last_saved_step == state.step:
+            return
+        # The epoch is read now: at an epoch's end the counter may increase before the end of the step. After the last
+        # epoch (`on_train_end`) it has increased: the name still contains the epoch that was trained.
+        epoch = state.epoch
+        if epoch > 0 and state.batch_in_epoch == 0:
+            epoch -= 1
+        trainer.at_step_end(partial(self._save_due, trainer, epoch, state.step))
 
     def _seconds_to_next_save(self) -> float:
-        interval = self.train_time_interval
-        return 0.0 if interval is None else interval.total_seconds() - (time.monotonic() - self._saved_at_s)
+        if self.train_time_interval is None:
+            return 0.0
+        elapsed_s = time.monotonic() - self._saved_at_s
+        return self.train_time_interval.total_seconds() - elapsed_s
 
     # What to save
 
-    def _decide(self, trainer: Run, epoch: int, step: int) -> None:
+    def _save_due(self, trainer: Run, epoch: int, step: int) -> None:
         """Request the checkpoints that are due now. Collective with several processes."""
         if self._last_saved_step == step:
-            return
-        facts = from_main_rank(trainer, self._facts(trainer, epoch, step) if trainer.is_global_zero else NO_FACTS)
-        if self._recorded is not None:
+            return  # two events of this step were due, such as an interval and an epoch's end
+        # Only rank 0 reads the folder: other nodes may not have it.
+        facts = self._read_facts(trainer, epoch, step) if trainer.is_global_zero else NO_FACTS
+        facts = from_main_rank(trainer, facts)
+        if self._loaded_dirpath is not None:
             self._check_index(trainer, facts)
         elif facts.present:
-            self._forget(self._held_names() - facts.present)  # not written, or deleted by the user
-        self._forget(set(facts.claimed))  # of another process that resumed the same run
+            self._remove_from_index(self._indexed_names() - facts.present)  # not written, or deleted by the user
+        self._remove_from_index(set(facts.claimed))  # of another process that resumed the same run
         self._waiting_for_validation = False
         self._check_name_fields(trainer, facts)
-        request = self._ranked(trainer, facts) if self.monitor is not None else self._newest(trainer, facts)
-        if facts.stretch_end is not None and not self._waiting_for_validation:
-            # The checkpoint of this moment, asked for already or not, stays for good.
+        if self.monitor is None:
+            request = self._newest_request(trainer, facts)
+        else:
+            request = self._best_request(trainer, facts, self.monitor)
+        if facts.keep_every_progress is not None and not self._waiting_for_validation:
+            # An interval of `keep_every` has ended: a checkpoint of this step is kept, even if its score is not among
+            # the best.
             if request is None:
-                request = self._new_request(self._free_name(trainer, facts, self.filename, reuse=None), facts, None)
-            self._kept.keep(request.name, facts.stretch_end)
+                request = self._new_request(self._free_name(trainer, facts, self.filename, reuse=None), facts)
+            self._permanent.add(request.name, facts.keep_every_progress)
         if self.save_last:
             self._add_last(trainer, facts, request)
         elif request is not None:
             self._request(trainer, request, facts)
 
-    def _facts(self, trainer: Run, epoch: int, step: int) -> SaveFacts:
-        present = names_in(self._folder) | self._remote_names
-        claimed = claimed_names(self._folder)
-        index_holds = self._recorded is None or self._is_same_folder(trainer, self._recorded)
+    def _read_facts(self, trainer: Run, epoch: int, step: int) -> SaveFacts:
         return SaveFacts(
-            epoch, step, dict(trainer.callback_metrics), present, claimed, index_holds, self._kept.look(trainer)
+            epoch=epoch,
+            step=step,
+            metrics=dict(trainer.callback_metrics),
+            present=names_in(self._folder) | self._remote_names,
+            claimed=claimed_names(self._folder),
+            index_is_valid=self._loaded_dirpath is None or self._is_same_folder(trainer, self._loaded_dirpath),
+            keep_every_progress=self._permanent.due(trainer),
         )
 
-    def _is_same_folder(self, trainer: Run, recorded: str) -> bool:
+    def _is_same_folder(self, trainer: Run, loaded_dirpath: str) -> bool:
         """Return whether a loaded index belongs to the current folder: the same folder, a link to it, or a moved copy.
         In any other folder, checkpoints of the same names belong to another run and are never deleted.
         """
-        if recorded == self.dirpath or is_url(recorded) or self.remote is not None or self._folder is None:
-            return recorded == self.dirpath
-        return not Path(recorded).exists() or trainer.wrote_into(self._folder)
+        if loaded_dirpath == self.dirpath:
+            return True
+        is_remote = self.remote is not None or is_url(loaded_dirpath)
+        if is_remote or self._folder is None:
+            return False
+        was_moved = not Path(loaded_dirpath).exists()
+        return was_moved or trainer.wrote_into(self._folder)
 
-    def _newest(self, trainer: Run, facts: SaveFacts) -> SaveRequest | None:
+    def _newest_request(self, trainer: Run, facts: SaveFacts) -> SaveRequest | None:
         if self.save_top_k == 0:
             return None
         previous = self._latest
         self._latest = self._free_name(trainer, facts, self.filename, reuse=previous)
-        gone = previous if self.save_top_k == 1 else None
-        return self._new_request(self._latest, facts, gone)
+        request = self._new_request(self._latest, facts)
+        if self.save_top_k == 1:
+            self._remove_after(request, previous)
+        return request
 
-    def _ranked(self, trainer: Run, facts: SaveFacts) -> SaveRequest | None:
-        if self.save_top_k == 0 or self.monitor is None:
+    def _best_request(self, trainer: Run, facts: SaveFacts, monitor: str) -> SaveRequest | None:
+        """Return a request if the score is among the best."""
+        if self.save_top_k == 0:
             return None
-        score = facts.values.get(self.monitor)
+        score = facts.values.get(monitor)
         if score is None:
-            self._complain_or_wait(trainer, facts)
+            self._raise_or_wait(trainer, facts)
             return None
         self.current_score = self._top.comparable(float(score))
         if not self._top.accepts(self.current_score):
             if self.verbose:
                 trainer.print(
-                    f"Epoch {facts.epoch}, step {facts.step}: {self.monitor}={score:.5g} was not in the best "
+                    f"Epoch {facts.epoch}, step {facts.step}: {monitor}={score:.5g} was not in the best "
                     f"{self.save_top_k}."
                 )
             return None
         name = self._free_name(trainer, facts, self.filename, reuse=self._top.displaced())
-        return self._new_request(name, facts, self._top.add(name, self.current_score))
+        displaced = self._top.add(name, self.current_score)
+        request = self._new_request(name, facts)
+        self._remove_after(request, displaced)
+        return request
 
-    def _new_request(self, name: str, facts: SaveFacts, gone: str | None) -> SaveRequest:
-        remove = [gone] if gone is not None and gone != name and gone not in self._kept.names else []
-        fresh = self.enable_version_counter and name not in facts.present
+    def _new_request(self, name: str, facts: SaveFacts) -> SaveRequest:
         return SaveRequest(
-            name, self._folder, self.save_weights_only, dict(facts.metrics), remove, remote=self.remote, fresh=fresh
+            name,
+            self._folder,
+            self.save_weights_only,
+            dict(facts.metrics),
+            remote=self.remote,
+            fresh=self.enable_version_counter and name not in facts.present,
         )
+
+    def _remove_after(self, request: SaveRequest, name: str | None) -> None:
+        """Delete a checkpoint after `request` is published, unless it is permanent or `request` replaces it."""
+        if name is None or name == request.name:
+            return
+        if name not in self._permanent.names:
+            request.remove.append(name)
 
     def _add_last(self, trainer: Run, facts: SaveFacts, request: SaveRequest | None) -> None:
         """Make `request`, if any, and request the checkpoint or link named `last`."""
@@ -431,16 +502,17 @@ class ModelCheckpoint(Callback):
         if self.save_last != "link":
             if request is not None:
                 self._request(trainer, request, facts)
-            self._request(trainer, self._new_request(self._last, facts, previous), facts)
+            last_request = self._new_request(self._last, facts)
+            self._remove_after(last_request, previous)
+            self._request(trainer, last_request, facts)
             return
-        beside = self._beside
-        self._beside = None
+        previous_target = self._unranked_last
+        self._unranked_last = None
         if request is None:
             # Not among the best: it is still written, and kept as long as it is the last.
-            self._beside = self._free_name(trainer, facts, self.filename, reuse=beside)
-            request = self._new_request(self._beside, facts, None)
-        if beside is not None and beside != request.name and beside not in self._kept.names:
-            request.remove.append(beside)
+            self._unranked_last = self._free_name(trainer, facts, self.filename, reuse=previous_target)
+            request = self._new_request(self._unranked_last, facts)
+        self._remove_after(request, previous_target)
         if previous is not None and previous != self._last:
             request.remove.append(previous)
         request.link = self._last
@@ -448,24 +520,29 @@ class ModelCheckpoint(Callback):
 
     def _request(self, trainer: Run, request: SaveRequest, facts: SaveFacts) -> None:
         if self._last_saved_step != facts.step:
-            self._replaced = []
+            self._removals = []
         self._last_saved_step = facts.step
-        # A run that was killed between a save and the following deletions leaves them to this one.
-        request.remove.extend(name for name in self._left_over if name not in request.remove)
-        self._left_over = []
-        self._replaced += request.remove
+        for name in self._loaded_removals:
+            if name not in request.remove:
+                request.remove.append(name)
+        self._loaded_removals = []
+        self._removals += request.remove
         trainer.request_save(request)
         if self.verbose:
-            score = f", {self.monitor}={facts.values.get(self.monitor)}" if self.monitor is not None else ""
+            score = ""
+            if self.monitor is not None:
+                score = f", {self.monitor}={facts.values.get(self.monitor)}"
             trainer.print(f"Epoch {facts.epoch}, step {facts.step}{score}: saving {request.name!r}.")
 
     def _free_name(self, trainer: Run, facts: SaveFacts, template: str | None, *, reuse: str | None) -> str:
         """Return a name that is free in the folder, or `reuse`, whose checkpoint may be replaced."""
         name = Path(self.format_checkpoint_name(facts.values, template)).name
-        kept = set(self._kept.names)  # those stay, even with equal names
-        # Checkpoints that others requested now may not be in the folder yet.
-        taken = {*facts.present, *self._names_in_use(trainer)} if self.enable_version_counter else kept
-        taken -= {reuse or ""} - kept
+        taken = set(self._permanent.names)  # they stay, even with enable_version_counter=False
+        if self.enable_version_counter:
+            # Checkpoints that other callbacks requested at this step may not be in the folder yet.
+            taken |= facts.present | self._names_in_use(trainer)
+        if reuse is not None and reuse not in self._permanent.names:
+            taken.discard(reuse)
         version = self.STARTING_VERSION
         while name in taken:
             name = Path(self.format_checkpoint_name(facts.values, template, ver=version)).name
@@ -474,41 +551,53 @@ class ModelCheckpoint(Callback):
 
     def _names_in_use(self, trainer: Run) -> set[str]:
         """Return the names of checkpoints that this and other ModelCheckpoints keep in the folder."""
-        mates = (c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
-        return set[str]().union(*(mate._held_names() for mate in mates))
+        names: set[str] = set()
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback._folder == self._folder:
+                names |= callback._indexed_names()
+        return names
 
-    def _held_names(self) -> set[str]:
-        single = (name for name in (self._latest, self._last, self._beside) if name is not None)
-        return {*self._top.scores, *self._kept.names, *single}
+    def _indexed_names(self) -> set[str]:
+        names = {*self._top.scores, *self._permanent.names}
+        for name in (self._latest, self._last, self._unranked_last):
+            if name is not None:
+                names.add(name)
+        return names
 
     def _check_index(self, trainer: Run, facts: SaveFacts) -> None:
         """Remove names from the index of a resumed run that are not in the folder (another dirpath, or deleted by the
         user).
         """
-        recorded = self._recorded
-        self._recorded = None
-        present = facts.present if facts.index_holds else frozenset[str]()
-        missing = self._held_names() - present
-        # In the same folder `last` is missing if the run was killed before it was created.
-        told = missing - {self._last} if facts.index_holds else missing
-        self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(trainer))
-        self._forget(missing)
-        if told and trainer.is_global_zero:
+        loaded_dirpath = self._loaded_dirpath
+        self._loaded_dirpath = None
+        present = facts.present if facts.index_is_valid else frozenset[str]()
+        missing = self._indexed_names() - present
+        reported = set(missing)
+        if facts.index_is_valid and self._last is not None:
+            # In the same folder `last` is missing if the run was killed before it was created.
+            reported.discard(self._last)
+        self._loaded_removals = sorted(present.intersection(self._loaded_removals) - self._names_in_use(trainer))
+        self._remove_from_index(missing)
+        if reported and trainer.is_global_zero:
+            names = ", ".join(sorted(reported))
             warnings.warn(
-                f"ModelCheckpoint: {', '.join(sorted(told))} (saved in {recorded}) not found in {self.dirpath}; "
-                "the best are ranked without them.",
+                f"ModelCheckpoint: {names} (saved in {loaded_dirpath}) not found in {self.dirpath}; the best are "
+                "ranked without them.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
 
-    def _forget(self, names: set[str]) -> None:
+    def _remove_from_index(self, names: set[str]) -> None:
         self._top.scores = {name: score for name, score in self._top.scores.items() if name not in names}
-        self._kept.forget(names)
-        self._latest, self._last, self._beside = (
-            None if name in names else name for name in (self._latest, self._last, self._beside)
-        )
+        self._permanent.remove(names)
+        if self._latest in names:
+            self._latest = None
+        if self._last in names:
+            self._last = None
+        if self._unranked_last in names:
+            self._unranked_last = None
 
-    def _complain_or_wait(self, trainer: Run, facts: SaveFacts) -> None:
+    def _raise_or_wait(self, trainer: Run, facts: SaveFacts) -> None:
         """Raise an error if the monitored metric should have been logged by now. Otherwise wait for validation."""
         message = missing_metric(
             f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), facts.metrics, trainer
@@ -525,12 +614,15 @@ class ModelCheckpoint(Callback):
     def _check_name_fields(self, trainer: Run, facts: SaveFacts) -> None:
         if not self._epoch_ended or (trainer.has_validation and not self._validated):
             return  # the metric may be logged later
+        if not trainer.is_global_zero:
+            return
         for name in template_fields(self.filename or ""):
-            if name not in facts.values and name not in self._said_missing and trainer.is_global_zero:
-                self._said_missing.add(name)
-                text = missing_metric(f"ModelCheckpoint(filename={self.filename!r})", name, facts.values, trainer)
-                warnings.warn(
-                    f"{text} Its value in names is nan. Log it, or remove it from filename.",
-                    TrainwrightWarning,
-                    stacklevel=2,
-                )
+            if name in facts.values or name in self._warned_fields:
+                continue
+            self._warned_fields.add(name)
+            text = missing_metric(f"ModelCheckpoint(filename={self.filename!r})", name, facts.values, trainer)
+            warnings.warn(
+                f"{text} Its value in names is nan. Log it, or remove it from filename.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )

@@ -84,7 +84,7 @@ class ModelPruning(Callback):
             raise ConfigurationError(
                 f"ModelPruning(amount={amount!r}): expected a fraction from 0.0 to 1.0, a number, or a function."
             )
-        self._given = parameters_to_prune
+        self._parameters_to_prune = parameters_to_prune
         self._names = tuple(parameter_names or ("weight", "bias"))
         self._method = _method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         self._is_global = use_global_unstructured
@@ -93,10 +93,10 @@ class ModelPruning(Callback):
         self._uses_ticket = use_lottery_ticket_hypothesis
         self._resamples = resample_parameters
         self._is_permanent = make_pruning_permanent
-        self._at_train_end = prune_on_train_epoch_end
+        self._at_train_epoch_end = prune_on_train_epoch_end
         self._verbose = verbose
         self._targets: list[Target] = []
-        self._first: dict[nn.Module, nn.Module] = {}  # module → a copy with its first weights
+        self._initial: dict[nn.Module, nn.Module] = {}  # module → a copy with its initial weights
 
     def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
         """Return the pairs to prune. Override it to exclude pairs."""
@@ -110,24 +110,27 @@ class ModelPruning(Callback):
         weights = checkpoint["state_dict"]
         for name, value in saved["first"].items():
             module, _, key = name.rpartition(".")
-            self._first[task.get_submodule(module)].get_parameter(key).data.copy_(value)
+            self._initial[task.get_submodule(module)].get_parameter(key).data.copy_(value)
         for name, mask in saved["masks"].items():
             module, _, key = name.rpartition(".")
+            # A pruning method that prunes nothing creates `weight_orig` and `weight_mask` to load the values into.
             prune.identity(task.get_submodule(module), key)
             original = weights.pop(name).clone()
             original[mask == 0] = saved["hidden"][name].to(original)
-            weights[f"{name}_orig"], weights[f"{name}_mask"] = original, mask.to(original)
+            weights[f"{name}_orig"] = original
+            weights[f"{name}_mask"] = mask.to(original)
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        # A resumed run has collected them in `on_load_checkpoint`, before the weights were loaded.
         if not self._targets:
             self._collect(task)
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
-        if self._at_train_end:
+        if self._at_train_epoch_end:
             self._run(trainer, task)
 
     def on_validation_epoch_end(self, trainer: Run, task: TaskModule) -> None:
-        if not self._at_train_end and not trainer.sanity_checking:
+        if not self._at_train_epoch_end and not trainer.sanity_checking:
             self._run(trainer, task)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
@@ -140,29 +143,32 @@ class ModelPruning(Callback):
         masks = {}
         hidden = {}
         for module, key in self._targets:
-            name = f"{names[module]}.{key}".lstrip(".")
-            if f"{name}_mask" in weights:
-                masks[name], original = weights.pop(f"{name}_mask"), weights.pop(f"{name}_orig")
-                hidden[name] = original[masks[name] == 0]
-                weights[name] = original * masks[name]
-        first = {
-            name: value.detach()
-            for module, kept in self._first.items()
-            for name, value in kept.named_parameters(names[module], recurse=False)
-        }
-        checkpoint[_ENTRY] = {"masks": masks, "hidden": hidden, "first": first}
+            name = f"{names[module]}.{key}".lstrip(".")  # a parameter of the task itself has no module name
+            if f"{name}_mask" not in weights:
+                continue  # not pruned yet
+            mask = weights.pop(f"{name}_mask")
+            original = weights.pop(f"{name}_orig")
+            weights[name] = original * mask
+            masks[name] = mask
+            hidden[name] = original[mask == 0]  # the product has lost these values
+        initial = {}
+        for module, copied in self._initial.items():
+            for name, value in copied.named_parameters(names[module], recurse=False):
+                initial[name] = value.detach()
+        checkpoint[_ENTRY] = {"masks": masks, "hidden": hidden, "first": initial}
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
             self._targets = []
-            self._first = {}
+            self._initial = {}
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Replace masks by zeros in the parameters."""
-        for each in module.modules():
-            for hook in list(each._forward_pre_hooks.values()):
+        for child in module.modules():
+            # `prune.remove` changes the dict of hooks during the iteration.
+            for hook in list(child._forward_pre_hooks.values()):
                 if isinstance(hook, prune.BasePruningMethod):
-                    prune.remove(each, hook._tensor_name)
+                    prune.remove(child, hook._tensor_name)
 
     def apply_pruning(self, amount: int | float) -> None:
         """Prune this number of weights, or this fraction of the unpruned weights."""
@@ -174,40 +180,53 @@ class ModelPruning(Callback):
 
     def apply_lottery_ticket_hypothesis(self) -> None:
         """Reset the unpruned weights to their initial values, or to new random values."""
-        for module, first in self._first.items():
-            if self._resamples and callable(reset := getattr(first, "reset_parameters", None)):
-                reset()
-            for key, value in first.named_parameters(recurse=False):
-                own = f"{key}_orig" if f"{key}_orig" in module._parameters else key
-                module.get_parameter(own).data.copy_(value)
+        for module, initial in self._initial.items():
+            if self._resamples:
+                reset = getattr(initial, "reset_parameters", None)
+                if callable(reset):
+                    reset()
+            for key, value in initial.named_parameters(recurse=False):
+                # The mask multiplies `weight_orig`, so pruned weights stay zero.
+                is_pruned = f"{key}_orig" in module._parameters
+                name = f"{key}_orig" if is_pruned else key
+                module.get_parameter(name).data.copy_(value)
 
     def _collect(self, task: TaskModule) -> None:
-        found = [
-            (module, name)
-            for module in task.modules()
-            if not list(module.children())
-            for name in self._names
-            if module._parameters.get(name) is not None
-        ]
-        self._targets = self.filter_parameters_to_prune(list(self._given or found))
+        if self._parameters_to_prune:
+            candidates = list(self._parameters_to_prune)
+        else:
+            candidates = self._leaf_parameters(task)
+        self._targets = self.filter_parameters_to_prune(candidates)
         if not self._targets:
             raise ConfigurationError(
                 f"ModelPruning found no parameter to prune: {type(task).__name__} has none named "
                 f"{' or '.join(self._names)}. Pass parameters_to_prune=[(module, name)]."
             )
-        unknown = [key for module, key in self._targets if module._parameters.get(key) is None]
-        if unknown:
-            raise ConfigurationError(
-                f"ModelPruning: {unknown[0]!r} is not a parameter of its module. Pass pairs of a module and the name "
-                "of one of its own parameters."
-            )
+        for module, key in self._targets:
+            if module._parameters.get(key) is None:
+                raise ConfigurationError(
+                    f"ModelPruning: {key!r} is not a parameter of its module. Pass pairs of a module and the name "
+                    "of one of its own parameters."
+                )
         if self._uses_ticket:
-            self._first = {module: copy.deepcopy(module) for module, _ in self._targets}
+            self._initial = {module: copy.deepcopy(module) for module, _ in self._targets}
+
+    def _leaf_parameters(self, task: TaskModule) -> list[Target]:
+        """Return the parameters named `parameter_names` of all modules that have no child modules."""
+        targets = []
+        for module in task.modules():
+            if list(module.children()):
+                continue
+            for name in self._names:
+                if module._parameters.get(name) is not None:
+                    targets.append((module, name))
+        return targets
 
     def _run(self, trainer: Run, task: TaskModule) -> None:
         epoch = trainer.current_epoch
         amount = self._amount(epoch) if callable(self._amount) else self._amount
-        if not amount or not (self._apply(epoch) if callable(self._apply) else self._apply):
+        applies = self._apply(epoch) if callable(self._apply) else self._apply
+        if not amount or not applies:
             return
         seed = int(torch.randint(2**31, (1,)))
         if trainer.world_size > 1:
@@ -215,19 +234,28 @@ class ModelPruning(Callback):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # random methods choose the same weights on every rank
             self.apply_pruning(amount)
-            if self._uses_ticket(epoch) if callable(self._uses_ticket) else self._uses_ticket:
+            uses_ticket = self._uses_ticket(epoch) if callable(self._uses_ticket) else self._uses_ticket
+            if uses_ticket:
                 self.apply_lottery_ticket_hypothesis()
         if self._verbose:
             self._report(task)
 
     def _report(self, task: TaskModule) -> None:
         names = {module: name for name, module in task.named_modules()}
-        masks = {f"{names[module]}.{key}": module.get_buffer(f"{key}_mask") for module, key in self._targets}
-        counts = {name: (int((mask == 0).sum()), mask.numel()) for name, mask in masks.items()}
-        pruned, total = (sum(each) for each in zip(*counts.values(), strict=True))
-        task.print(f"pruned: {pruned} of {total} weights ({pruned / total:.1%})")
-        for name, (number, size) in counts.items() if self._verbose > 1 else ():
-            task.print(f"  {name}: {number} of {size} ({number / size:.1%})")
+        num_pruned = 0
+        num_weights = 0
+        lines = []
+        for module, key in self._targets:
+            mask = module.get_buffer(f"{key}_mask")
+            zeros = int((mask == 0).sum())
+            size = mask.numel()
+            num_pruned += zeros
+            num_weights += size
+            lines.append(f"  {names[module]}.{key}: {zeros} of {size} ({zeros / size:.1%})")
+        task.print(f"pruned: {num_pruned} of {num_weights} weights ({num_pruned / num_weights:.1%})")
+        if self._verbose > 1:
+            for line in lines:
+                task.print(line)
 
 
 def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
@@ -238,18 +266,24 @@ def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, 
     """
     if isinstance(method, str) and method not in _METHODS:
         raise unknown("pruning_fn", method, _METHODS)
-    needed: dict[object, dict[str, Any]] = {"ln_structured": {"dim": dim, "n": norm}, "random_structured": {"dim": dim}}
-    options = needed.get(method, {})
-    if None in options.values():
-        names = "pruning_dim and pruning_norm" if "n" in options else "pruning_dim"
-        raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs {names}.")
-    found: Any = _METHODS[method] if isinstance(method, str) else method
-    is_class = inspect.isclass(found) and issubclass(found, prune.BasePruningMethod)
+    options: dict[str, Any] = {}
+    if method == "ln_structured":
+        if dim is None or norm is None:
+            raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs pruning_dim and pruning_norm.")
+        options = {"dim": dim, "n": norm}
+    elif method == "random_structured":
+        if dim is None:
+            raise ConfigurationError(f"ModelPruning(pruning_fn={method!r}) needs pruning_dim.")
+        options = {"dim": dim}
+    resolved: Any = _METHODS[method] if isinstance(method, str) else method
+    is_class = inspect.isclass(resolved) and issubclass(resolved, prune.BasePruningMethod)
     if not is_global:
-        return partial(found.apply if is_class else found, **options)
-    if not is_class or found.PRUNING_TYPE != "unstructured":
+        function = resolved.apply if is_class else resolved
+        return partial(function, **options)
+    # `prune.global_unstructured` takes a class, and ranks single weights.
+    if not is_class or resolved.PRUNING_TYPE != "unstructured":
         raise ConfigurationError(
             f"ModelPruning(pruning_fn={getattr(method, '__name__', method)!r}) is not unstructured, so it prunes each "
             "parameter separately. Pass use_global_unstructured=False."
         )
-    return found
+    return resolved

@@ -23,7 +23,8 @@ from trainwright.core.task import TaskModule
 from trainwright.core.tree import full_numel, move, own_class
 
 _HEADINGS = ("", "Name", "Type", "Params", "Trainable", "Mode", "FLOPs", "In sizes", "Out sizes")
-_OWN = "(own parameters)"
+_NUM_HEADINGS_WITHOUT_EXAMPLE = 6
+_OWN_PARAMETERS = "(own parameters)"  # row of the task's parameters that belong to no child module
 
 
 @dataclass(slots=True)
@@ -120,27 +121,36 @@ class TaskSummary:
         return self.flops or 0
 
     def _modules(self) -> list[LayerSummary]:
-        return [layer for layer in self.layers if layer.name != _OWN]
+        return [layer for layer in self.layers if layer.name != _OWN_PARAMETERS]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's cells, headings first. FLOPs and sizes are omitted without an example input."""
-        width = len(_HEADINGS) if self.flops is not None else 6
-        rows = [_HEADINGS[:width]]
+        num_columns = len(_HEADINGS) if self.flops is not None else _NUM_HEADINGS_WITHOUT_EXAMPLE
+        rows = [_HEADINGS[:num_columns]]
         for index, layer in enumerate(self.layers):
-            counts = (readable(layer.num_params), readable(layer.num_trainable))
-            mode = "train" if layer.training else "eval"
-            sizes = (str(_known(layer.in_size)), str(_known(layer.out_size)))
-            cells = (str(index), layer.name, layer.kind, *counts, mode, readable(layer.flops or 0), *sizes)
-            rows.append(cells[:width])
+            cells = (
+                str(index),
+                layer.name,
+                layer.kind,
+                readable(layer.num_params),
+                readable(layer.num_trainable),
+                "train" if layer.training else "eval",
+                readable(layer.flops or 0),
+                str(_known(layer.in_size)),
+                str(_known(layer.out_size)),
+            )
+            rows.append(cells[:num_columns])
         return rows
 
     def totals(self) -> list[str]:
         """Return the lines below the table."""
+        sizes = f"{self.param_bytes / 1e6:,.3f} MB"
+        if self.buffer_bytes:
+            sizes += f", and {self.buffer_bytes / 1e6:,.3f} MB of buffers"
         lines = [
             f"{readable(self.num_trainable):>8} trainable parameters",
             f"{readable(self.num_params - self.num_trainable):>8} non-trainable parameters",
-            f"{readable(self.num_params):>8} parameters in total, {self.param_bytes / 1e6:,.3f} MB"
-            + (f", and {self.buffer_bytes / 1e6:,.3f} MB of buffers" if self.buffer_bytes else ""),
+            f"{readable(self.num_params):>8} parameters in total, {sizes}",
             f"{self.num_modules_training:>8} modules in training mode, {self.num_modules_eval} in evaluation mode",
         ]
         if self.flops is not None:
@@ -151,12 +161,15 @@ class TaskSummary:
 
     def __str__(self) -> str:
         rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        rule = "-" * max(len(line) for line in lines)
-        return "\n".join([lines[0], rule, *lines[1:], rule, *self.totals()] if len(rows) > 1 else self.totals())
+        if len(rows) == 1:  # the headings
+            return "\n".join(self.totals())
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append(" | ".join(cells).rstrip())
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:], rule, *self.totals()])
 
 
 def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
@@ -175,33 +188,34 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
     """
     _check_depth(max_depth)
     modules = dict(_listed(task, max_depth))
-    training = {name: module.training for name, module in modules.items()}
     example = getattr(task, "example_input_array", None)
-    sizes: dict[str, tuple[Any, Any]] = {}
+    sizes: dict[str, tuple[Any, Any]] = {}  # name of a module → shapes of its input and output
     flops: dict[str, int] = {}
+    summary = TaskSummary()
     if example is not None:
         flops = _run_example(task, example, modules, sizes)
-    found = TaskSummary(flops=flops.get("Global", 0) if example is not None else None)
+        summary.flops = flops.get("Global", 0)  # the counter's name for the whole forward
     root = type(task).__name__
     for name, module in modules.items():
-        count, trainable = _count(module.parameters())
-        in_size, out_size = sizes.get(name, (None, None))
+        num_params, num_trainable = _count(module.parameters())
         kind = own_class(module).__name__
-        layer = LayerSummary(name, kind, count, trainable, training[name], flops.get(f"{root}.{name}", 0))
-        layer.in_size = in_size
-        layer.out_size = out_size
-        found.layers.append(layer)
-    own, own_trainable = _count(task.parameters(recurse=False))
-    if own and max_depth != 0:
-        found.layers.append(LayerSummary(_OWN, "Parameter", own, own_trainable, task.training))
-    found.num_params, found.num_trainable = _count(task.parameters())
-    found.param_bytes = _bytes(task.parameters())
-    found.buffer_bytes = _bytes(task.buffers())
-    below = [module for module in task.modules() if module is not task]
-    found.num_modules_training = sum(module.training for module in below)
-    found.num_modules_eval = len(below) - found.num_modules_training
-    found.has_lazy = any(is_lazy(tensor) for tensor in task.parameters())
-    return found
+        layer = LayerSummary(name, kind, num_params, num_trainable, module.training)
+        if example is not None:
+            layer.flops = flops.get(f"{root}.{name}", 0)
+        if name in sizes:
+            layer.in_size, layer.out_size = sizes[name]
+        summary.layers.append(layer)
+    num_own, num_own_trainable = _count(task.parameters(recurse=False))
+    if num_own and max_depth != 0:
+        summary.layers.append(LayerSummary(_OWN_PARAMETERS, "Parameter", num_own, num_own_trainable, task.training))
+    summary.num_params, summary.num_trainable = _count(task.parameters())
+    summary.param_bytes = _bytes(task.parameters())
+    summary.buffer_bytes = _bytes(task.buffers())
+    children = [module for module in task.modules() if module is not task]
+    summary.num_modules_training = sum(module.training for module in children)
+    summary.num_modules_eval = len(children) - summary.num_modules_training
+    summary.has_lazy = any(map(is_lazy, task.parameters()))
+    return summary
 
 
 class ModelSummary(Callback):
@@ -220,10 +234,11 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         # With an example input every rank takes part: under a sharded strategy the forward is collective.
-        if trainer.is_global_zero or task.example_input_array is not None:
-            summary = summarize(task, self.max_depth)
-            if trainer.is_global_zero:
-                trainer.print(_in_colour(summary) if on_terminal() else str(summary))
+        if not trainer.is_global_zero and task.example_input_array is None:
+            return
+        summary = summarize(task, self.max_depth)
+        if trainer.is_global_zero:
+            trainer.print(_in_colour(summary) if on_terminal() else str(summary))
 
 
 def readable(number: int) -> str:
@@ -253,18 +268,23 @@ def _run_example(
     """Run one forward, fill in `sizes` and return FLOPs by module path below the root's class name."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    tensor = next(task.parameters(), None)
-    device = tensor.device if tensor is not None else torch.device("cpu")
-    floating = tensor.dtype if tensor is not None and tensor.is_floating_point() else None
-    example = move(example, device, float_dtype=floating)
-    handles = [
-        module.register_forward_hook(partial(_record, sizes, name), with_kwargs=True)
-        for name, module in modules.items()
-        if not isinstance(module, torch.jit.ScriptModule)  # it does not support hooks
-    ]
+    # The first parameter stands for all: the example gets its device and, for floating-point inputs, its dtype.
+    parameter = next(task.parameters(), None)
+    device = torch.device("cpu")
+    float_dtype = None
+    if parameter is not None:
+        device = parameter.device
+        if parameter.is_floating_point():
+            float_dtype = parameter.dtype
+    example = move(example, device, float_dtype=float_dtype)
+    handles = []
+    for name, module in modules.items():
+        if not isinstance(module, torch.jit.ScriptModule):  # it does not support hooks
+            handles.append(module.register_forward_hook(partial(_record, sizes, name), with_kwargs=True))
     counter = FlopCounterMode(display=False)
+    rng_device = None if device.type == "meta" else device  # a meta device has no generator
     try:
-        with evaluating(task), isolate_rng(device if device.type != "meta" else None), counter:
+        with evaluating(task), isolate_rng(rng_device), counter:
             if isinstance(example, Mapping):
                 task(**example)
             elif isinstance(example, (tuple, list)):
@@ -285,13 +305,14 @@ def _record(
     kwargs: dict[str, Any],
     output: object,
 ) -> None:
-    given = [*args, *kwargs.values()]
-    if not given:
+    """Forward hook that stores the shapes of a module's first call."""
+    in_sizes = [_size(argument) for argument in (*args, *kwargs.values())]
+    if not in_sizes:
         in_size: Any = None
-    elif len(given) == 1:
-        in_size = _size(given[0])
+    elif len(in_sizes) == 1:
+        in_size = in_sizes[0]
     else:
-        in_size = [_size(one) for one in given]
+        in_size = in_sizes
     sizes.setdefault(name, (in_size, _size(output)))
 
 
@@ -299,9 +320,9 @@ def _size(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return list(value.shape)
     if isinstance(value, Mapping):
-        return {key: _size(one) for key, one in value.items()}
+        return {key: _size(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_size(one) for one in value]
+        return [_size(element) for element in value]
     return "?"
 
 
@@ -310,8 +331,17 @@ def _known(size: Any) -> Any:
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
-    sized = [tensor for tensor in parameters if not is_lazy(tensor)]
-    return sum(full_numel(t) for t in sized), sum(full_numel(t) for t in sized if t.requires_grad)
+    """Return the number of elements, and that of the trainable ones."""
+    num_params = 0
+    num_trainable = 0
+    for parameter in parameters:
+        if is_lazy(parameter):
+            continue
+        size = full_numel(parameter)
+        num_params += size
+        if parameter.requires_grad:
+            num_trainable += size
+    return num_params, num_trainable
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -37,26 +37,26 @@ def missing_metric(owner: str, name: str, logged: Iterable[str], trainer: Run | 
     similar first, and has a hint if `trainer` is a fit without validation.
     """
     known = sorted(logged)
+    known_text = ", ".join(map(repr, known)) or "none"
     hint = nearest(name, known)
     if trainer is not None and trainer.stage == "fit" and not trainer.has_validation:
         hint = " This fit does not validate: it lacks a validation_step, val_dataloaders or limit_val_batches above 0."
-    return (
-        f"{owner} needs the metric {name!r}, which was not logged.{hint} "
-        f"Logged so far: {', '.join(map(repr, known)) or 'none'}."
-    )
+    return f"{owner} needs the metric {name!r}, which was not logged.{hint} Logged so far: {known_text}."
 
 
 def from_main_rank(trainer: Run, value: T) -> T:
     """Return rank 0's `value` on every rank. Collective when there are several processes; blocks the host only."""
     if trainer.world_size == 1:
         return value
-    heard: T = trainer.broadcast(value)
-    return heard
+    main_value: T = trainer.broadcast(value)
+    return main_value
 
 
 def to_json(number: float | None) -> float | str | None:
     """Return a value for strict JSON. Infinities and NaN become text."""
-    return number if number is None or math.isfinite(number) else str(number)
+    if number is None or math.isfinite(number):
+        return number
+    return str(number)
 
 
 def from_json(value: float | str | None) -> float | None:

@@ -21,11 +21,18 @@ Kind = Literal["train", "eval"]
 REDRAW_S = 0.1
 LINE_S = 30.0
 
-
 # Methods that sub-classes of Lightning's bars override.
-_ELSEWHERE = (
-    *(f"init_{kind}_tqdm" for kind in ("sanity", "train", "validation", "test", "predict")),
-    *(f"{kind}_description" for kind in ("sanity_check", "train", "validation", "test", "predict")),
+_LIGHTNING_METHODS = (
+    "init_sanity_tqdm",
+    "init_train_tqdm",
+    "init_validation_tqdm",
+    "init_test_tqdm",
+    "init_predict_tqdm",
+    "sanity_check_description",
+    "train_description",
+    "validation_description",
+    "test_description",
+    "predict_description",
     "configure_columns",
 )
 
@@ -56,20 +63,20 @@ class ProgressBar(Callback):
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         if refresh_rate < 0:
             raise ConfigurationError(f"{type(self).__name__}(refresh_rate={refresh_rate}): write 0 (off) or more.")
-        self._refuse_foreign_names()
+        self._refuse_lightning_methods()
         self.refresh_rate = refresh_rate
         self.leave = leave
         self._enabled = True
         self._active = False
         self._draws = False
-        self._lost = False
-        self._next_look_s = 0.0
+        self._output_failed = False
+        self._next_update_s = 0.0  # of the monotonic clock; an earlier step does nothing else than read the clock
         self._training: _Progress | None = None
         self._evaluating: _Progress | None = None
 
-    def _refuse_foreign_names(self) -> None:
+    def _refuse_lightning_methods(self) -> None:
         """Check that sub-classes do not override methods of Lightning's progress bars, which are never called."""
-        for name in _ELSEWHERE:
+        for name in _LIGHTNING_METHODS:
             if hasattr(type(self), name):
                 raise ConfigurationError(
                     f"{type(self).__name__}.{name} is never called: here a bar is created by open(kind, description, "
@@ -118,7 +125,8 @@ class ProgressBar(Callback):
 
     def disable(self) -> None:
         """Show no progress from now on."""
-        self._enabled = self._active = False
+        self._enabled = False
+        self._active = False
 
     def print(
         self,
@@ -134,9 +142,12 @@ class ProgressBar(Callback):
         """
         if file is not None:
             print(*values, sep=sep, end=end, file=file, flush=flush)
-        else:
-            text = (" " if sep is None else sep).join(str(value) for value in values)
-            self._output(self.write, text + (end or "").removesuffix("\n"))
+            return
+        separator = " " if sep is None else sep
+        text = separator.join(map(str, values))
+        if end is not None:
+            text += end.removesuffix("\n")  # `write` adds it
+        self._output(self.write, text)
 
     # The run
 
@@ -153,12 +164,14 @@ class ProgressBar(Callback):
             return
         self._finish_training(trainer, task, leave=self.leave)
         state = trainer.state
-        last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs > 0 else ""
+        description = f"Epoch {state.epoch}"
+        if trainer.max_epochs > 0:
+            description += f"/{trainer.max_epochs - 1}"
         total = _total([trainer.num_training_batches])
-        self._training = self._begin("train", f"Epoch {state.epoch}{last}", total, state.batch_in_epoch)
+        self._training = self._begin("train", description, total, state.batch_in_epoch)
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        if self._active and time.monotonic() >= self._next_look_s:
+        if self._active and time.monotonic() >= self._next_update_s:
             self._advance(self._training, trainer.state.batch_in_epoch, trainer, task)
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
@@ -204,21 +217,26 @@ class ProgressBar(Callback):
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._close_all()
-        self._active = self._draws = False
+        self._active = False
+        self._draws = False
 
     # Implementation
 
     def _output(self, output: Callable[..., None], *args: object, **options: object) -> None:
         """Call a function that writes, unless an earlier write to standard output has failed."""
-        if not self._lost:
-            self._lost = not try_output(output, *args, **options)
+        if not self._output_failed:
+            self._output_failed = not try_output(output, *args, **options)
 
     def _begin(self, kind: Kind, description: str, total: int | None, done: int) -> _Progress:
         progress = _Progress(kind, description, total, done)
         if self._draws:
             self._output(self.open, kind, description, total, done)
-        self._next_look_s = progress.started_s + (REDRAW_S if self._draws else LINE_S)
+        self._next_update_s = progress.started_s + self._update_interval_s
         return progress
+
+    @property
+    def _update_interval_s(self) -> float:
+        return REDRAW_S if self._draws else LINE_S
 
     def _begin_evaluation(self, description: str, trainer: Run) -> None:
         if self._active:
@@ -229,27 +247,29 @@ class ProgressBar(Callback):
         if progress is None:
             return
         progress.done += 1
-        if time.monotonic() >= self._next_look_s:
+        if time.monotonic() >= self._next_update_s:
             self._advance(progress, progress.done, trainer, task)
 
     def _advance(self, progress: _Progress | None, done: int, trainer: Run, task: TaskModule) -> None:
         if progress is None or done - progress.shown < self.refresh_rate:
             return
-        progress.done = progress.shown = done
-        metrics = _readable(self.get_metrics(trainer, task))
+        progress.done = done
+        progress.shown = done
+        metrics = _as_text(self.get_metrics(trainer, task))
         if self._draws:
             self._output(self.draw, progress.kind, done, metrics)
         else:
             self._output(self.write, progress.line(metrics))
-        self._next_look_s = time.monotonic() + (REDRAW_S if self._draws else LINE_S)
+        self._next_update_s = time.monotonic() + self._update_interval_s
 
     def _finish_training(self, trainer: Run, task: TaskModule, *, leave: bool) -> None:
         progress = self._training
         self._training = None
         if progress is None:
             return
-        progress.end(progress.done if progress.ended_s is not None else trainer.state.batch_in_epoch)
-        metrics = _readable(self.get_metrics(trainer, task))
+        if progress.ended_s is None:  # the epoch was not completed, for example because a step limit was reached
+            progress.end(trainer.state.batch_in_epoch)
+        metrics = _as_text(self.get_metrics(trainer, task))
         if self._draws:
             self._output(self.draw, "train", progress.done, metrics)
             self._output(self.close, "train", leave=leave)
@@ -262,26 +282,28 @@ class ProgressBar(Callback):
         if progress is None:
             return
         progress.end(progress.done)
-        within_fit = self._training is not None or trainer.sanity_checking or trainer.stage == "fit"
+        is_in_fit = self._training is not None or trainer.sanity_checking or trainer.stage == "fit"
         paused_s = time.monotonic() - progress.started_s
         if self._training is not None:
+            # The rate of training does not include the time of validation.
             self._training.started_s += paused_s
         if self._draws:
             self._output(self.draw, "eval", progress.done, {})
-            self._output(self.close, "eval", leave=not within_fit, paused_s=paused_s)
+            self._output(self.close, "eval", leave=not is_in_fit, paused_s=paused_s)
             if self._training is not None:
-                self._output(
-                    self.draw, "train", trainer.state.batch_in_epoch, _readable(self.get_metrics(trainer, task))
-                )
-        elif not within_fit:
-            self._output(self.write, progress.line(_readable(self.get_metrics(trainer, task))))
+                metrics = _as_text(self.get_metrics(trainer, task))
+                self._output(self.draw, "train", trainer.state.batch_in_epoch, metrics)
+        elif not is_in_fit:
+            metrics = _as_text(self.get_metrics(trainer, task))
+            self._output(self.write, progress.line(metrics))
 
     def _close_all(self) -> None:
         if self._draws:
             for progress in (self._evaluating, self._training):
                 if progress is not None:
                     self._output(self.close, progress.kind, leave=True)
-        self._training = self._evaluating = None
+        self._training = None
+        self._evaluating = None
 
 
 class _Progress:
@@ -291,7 +313,7 @@ class _Progress:
         self.kind = kind
         self.description = description
         self.total = total
-        self.began_at = done
+        self.done_at_start = done
         self.done = done
         self.shown = done
         self.started_s = time.monotonic()
@@ -304,19 +326,22 @@ class _Progress:
 
     def line(self, metrics: Mapping[str, str]) -> str:
         """Return, for example, `Epoch 0/9: 50/100 (50%) [00:10<00:10, 5.0 batch/s] loss=0.5`."""
-        elapsed_s = (self.ended_s if self.ended_s is not None else time.monotonic()) - self.started_s
-        rate = (self.done - self.began_at) / elapsed_s if elapsed_s > 0 else 0.0
-        place = f"{self.done}"
-        left = ""
+        now_s = time.monotonic() if self.ended_s is None else self.ended_s
+        elapsed_s = now_s - self.started_s
+        num_batches = self.done - self.done_at_start
+        rate = num_batches / elapsed_s if elapsed_s > 0 else 0.0
+        position = f"{self.done}"
+        clock = _clock(elapsed_s)
         if self.total:
-            place = f"{self.done}/{self.total} ({100 * self.done // self.total}%)"
+            position = f"{self.done}/{self.total} ({100 * self.done // self.total}%)"
             if rate > 0 and self.ended_s is None:
-                left = f"<{_clock((self.total - self.done) / rate)}"
-        shown = "".join(f" {name}={value}" for name, value in metrics.items())
-        if self.done == self.began_at:  # a resumed epoch that has no batch left
-            return f"{self.description}: {place} [{_clock(elapsed_s)}]{shown}"
-        speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-        return f"{self.description}: {place} [{_clock(elapsed_s)}{left}, {speed} batch/s]{shown}"
+                remaining_s = (self.total - self.done) / rate
+                clock += f"<{_clock(remaining_s)}"
+        if num_batches:  # a resumed epoch may have no batch left
+            speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+            clock += f", {speed} batch/s"
+        metrics_text = "".join(f" {name}={value}" for name, value in metrics.items())
+        return f"{self.description}: {position} [{clock}]{metrics_text}"
 
 
 def _total(counts: Iterable[int | float]) -> int | None:
@@ -325,11 +350,17 @@ def _total(counts: Iterable[int | float]) -> int | None:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes:02}:{seconds:02}"
 
 
-def _readable(metrics: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-    return {visible(name): visible(text) for name, text in texts.items()}
+def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Format names and values, and escape control characters, which could change the terminal."""
+    texts = {}
+    for name, value in metrics.items():
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        texts[visible(name)] = visible(text)
+    return texts

@@ -17,8 +17,8 @@ class SaveFacts:
     metrics: dict[str, float]  # the latest values of all metrics
     present: frozenset[str]  # names in the folder of the checkpoints (see `names_in`)
     claimed: frozenset[str] = frozenset()  # names in `present` that another process uses
-    index_holds: bool = True  # no index was loaded, or it belongs to this folder
-    stretch_end: float | None = None  # progress in the unit of `keep_every` if one of its intervals has ended
+    index_is_valid: bool = True  # no index was loaded, or it belongs to this folder
+    keep_every_progress: float | None = None  # progress in the unit of `keep_every` if one of its intervals has ended
 
     @property
     def values(self) -> dict[str, float]:
@@ -26,9 +26,12 @@ class SaveFacts:
 
         Finite values that the user logged under these two names take precedence. They are truncated to integers.
         """
-        counters = {"epoch": self.epoch, "step": self.step}
-        logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}
-        return {**self.metrics, **counters, **logged}
+        values: dict[str, float] = {**self.metrics, "epoch": self.epoch, "step": self.step}
+        for name in ("epoch", "step"):
+            logged = self.metrics.get(name, math.nan)
+            if math.isfinite(logged):
+                values[name] = int(logged)
+        return values
 
 
 NO_FACTS = SaveFacts(0, 0, {}, frozenset())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.run import Run
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
@@ -22,7 +22,7 @@ _ADVICE = {
     "data": ("waiting for data", "Look at its disk and its loader workers (num_workers)"),
     "forward": ("computing", "Compare its clock, temperature and other processes with those of the others"),
 }
-_LEAST_SHARE = 0.1  # minimum share of a step that a slow rank delays the others by
+_MIN_SHARE = 0.1  # minimum delay by a slow rank, as a share of the step: shorter delays are noise
 
 
 class SlowRankDetector(Callback):
@@ -45,20 +45,12 @@ class SlowRankDetector(Callback):
     Attributes:
         seconds: seconds per step of each rank in the last comparison, for data, forward and backward. Empty before the
             first comparison.
-
-    Raises:
-        ConfigurationError: a number of steps below 1, or a factor of at most 1.
     """
 
     reads_only = True
     order = Order.LAST
 
     def __init__(self, every_n_steps: int = 50, factor: float = 1.5, communication_factor: float = 5.0) -> None:
-        if every_n_steps < 1 or factor <= 1 or communication_factor <= 1:
-            raise ConfigurationError(
-                f"SlowRankDetector(every_n_steps={every_n_steps}, factor={factor}, communication_factor="
-                f"{communication_factor}): expected at least 1 step, and factors above 1."
-            )
         self.every_n_steps = every_n_steps
         self.factor = factor
         self.communication_factor = communication_factor
@@ -69,8 +61,9 @@ class SlowRankDetector(Callback):
         self._num_steps = 0
         self._data_s = 0.0
         self._marks: list[tuple[Any, Any, Any]] = []  # per micro-batch: its start, the start and end of backward
-        self._waits_since_s: float | None = None  # end of the last step; None after a validation or an epoch
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        # End of the last step. None after a validation or an epoch, whose time is not a wait for data.
+        self._waits_since_s: float | None = None
+        self._pending: tuple[Any, torch.Tensor] | None = None  # the collective and its result
 
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
         if self._waits_since_s is not None:
@@ -100,9 +93,12 @@ class SlowRankDetector(Callback):
             self._compare(trainer, *self._pending)
         forward = sum(_seconds(start, middle) for start, middle, _ in self._marks)
         backward = sum(_seconds(middle, end) for _, middle, end in self._marks)
-        own = torch.tensor([self._data_s, forward, backward], dtype=torch.float32).to(task.device) / self._num_steps
-        gathered = own.repeat(trainer.world_size)
-        work = dist.all_gather_into_tensor(gathered, own, async_op=True) if trainer.world_size > 1 else None
+        totals = torch.tensor([self._data_s, forward, backward], dtype=torch.float32)
+        per_step = totals.to(task.device) / self._num_steps
+        gathered = per_step.repeat(trainer.world_size)
+        work = None
+        if trainer.world_size > 1:
+            work = dist.all_gather_into_tensor(gathered, per_step, async_op=True)
         self._pending = (work, gathered)
         self._num_steps = 0
         self._data_s = 0.0
@@ -113,32 +109,39 @@ class SlowRankDetector(Callback):
             work.wait()
         rows = gathered.view(-1, len(_PARTS)).tolist()
         self.seconds = [dict(zip(_PARTS, row, strict=True)) for row in rows]
-        text = self._finding() if len(rows) > 1 and trainer.is_global_zero else ""
-        key = text.partition(":")[0]
-        if text and key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(text, TrainwrightWarning, stacklevel=2)
+        if len(rows) == 1 or not trainer.is_global_zero:
+            return
+        warning = self._warning()
+        # The text before the colon is the finding, such as "rank 1 is slow in computing". The times after it differ.
+        finding = warning.partition(":")[0]
+        if warning and finding not in self._warned:
+            self._warned.add(finding)
+            warnings.warn(warning, TrainwrightWarning, stacklevel=2)
 
-    def _finding(self) -> str:
-        """Return a warning about what is slow, or an empty text."""
-        own = [one["data"] + one["forward"] for one in self.seconds]
-        middle = {part: statistics.median_low([one[part] for one in self.seconds]) for part in _PARTS}
-        slowest = max(range(len(own)), key=own.__getitem__)
-        usual = statistics.median_low(own)
-        whole = statistics.median_low([sum(one.values()) for one in self.seconds])
-        if own[slowest] > self.factor * usual and own[slowest] - usual > _LEAST_SHARE * whole:
-            there = self.seconds[slowest]
-            part = max(_ADVICE, key=lambda name: there[name] - middle[name])
-            what, advice = _ADVICE[part]
+    def _warning(self) -> str:
+        """Return a warning about a slow rank or slow communication, or an empty text."""
+        medians = {part: statistics.median_low([times[part] for times in self.seconds]) for part in _PARTS}
+        median_step = statistics.median_low([sum(times.values()) for times in self.seconds])
+        # Without the backward, in which every rank waits for the slow one.
+        local = [times["data"] + times["forward"] for times in self.seconds]
+        median_local = statistics.median_low(local)
+        slowest_rank = local.index(max(local))
+        delay = local[slowest_rank] - median_local
+        if local[slowest_rank] > self.factor * median_local and delay > _MIN_SHARE * median_step:
+            times_there = self.seconds[slowest_rank]
+            part = max(_ADVICE, key=lambda name: times_there[name] - medians[name])
+            activity, advice = _ADVICE[part]
             return (
-                f"rank {slowest} is slow in {what}: {_ms(there[part])} per step, {_ms(middle[part])} on the median "
-                f"rank. The others wait for it. {advice}."
+                f"rank {slowest_rank} is slow in {activity}: {_ms(times_there[part])} per step, {_ms(medians[part])} "
+                f"on the median rank. The others wait for it. {advice}."
             )
-        least = min(one["backward"] for one in self.seconds)
-        if least > self.communication_factor * max(one["forward"] for one in self.seconds):
+        # A single rank with a long backward waits for another rank: only the shortest one is communication.
+        min_backward = min(times["backward"] for times in self.seconds)
+        max_forward = max(times["forward"] for times in self.seconds)
+        if min_backward > self.communication_factor * max_forward:
             return (
-                f"communication is slow: the backward takes {_ms(least)} per step on every rank, the forward "
-                f"{_ms(middle['forward'])}. Use larger batches, accumulate_grad_batches, or a faster network."
+                f"communication is slow: the backward takes {_ms(min_backward)} per step on every rank, the forward "
+                f"{_ms(medians['forward'])}. Use larger batches, accumulate_grad_batches, or a faster network."
             )
         return ""
 

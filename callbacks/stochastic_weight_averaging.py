@@ -55,10 +55,14 @@ class StochasticWeightAveraging(Callback):
         device: torch.device | str | None = "cpu",
     ) -> None:
         lrs = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
-        if not lrs or not all(isinstance(lr, (int, float)) and not isinstance(lr, bool) and lr > 0 for lr in lrs):
+        if not all(lr > 0 for lr in lrs):
             raise ConfigurationError(f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): write numbers above 0.")
-        whole = isinstance(swa_epoch_start, int)
-        if swa_epoch_start < 1 if whole else not 0 <= swa_epoch_start <= 1:
+        # The type chooses the meaning: 1 is the first epoch, 1.0 the last one.
+        if isinstance(swa_epoch_start, int):
+            is_valid = swa_epoch_start >= 1
+        else:
+            is_valid = 0 <= swa_epoch_start <= 1
+        if not is_valid:
             raise ConfigurationError(
                 f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): write an integer >= 1, or a fraction "
                 "of max_epochs as a float from 0.0 to 1.0."
@@ -102,15 +106,21 @@ class StochasticWeightAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self._loaded is not None:
             return self._loaded
-        weights = self._weights
-        current = weights.current() if weights is not None and weights.swapped else {}
-        return {
-            "num_averaged": 0 if weights is None else weights.num_averaged,
+        state: dict[str, Any] = {
+            "num_averaged": 0,
             "latest_update_epoch": self._latest_update_epoch,
             "scheduler_state": None if self._schedule is None else scheduler_state(self._schedule),
-            "average_model_state": {} if weights is None else weights.average(),
-            "current_model_state": current,
+            "average_model_state": {},
+            "current_model_state": {},
         }
+        weights = self._weights
+        if weights is not None:
+            state["num_averaged"] = weights.num_averaged
+            state["average_model_state"] = weights.average()
+            if weights.swapped:
+                # At the end of the fit the task's weights are the average, so the checkpoint lacks these.
+                state["current_model_state"] = weights.current()
+        return state
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
@@ -123,7 +133,7 @@ class StochasticWeightAveraging(Callback):
                 f"StochasticWeightAveraging cannot recompute batch normalization statistics in {type(task).__name__}, "
                 "whose training_step also steps its optimizers (automatic_optimization=False). Use WeightAveraging."
             )
-        self._first_epoch = self._begin_at(trainer)
+        self._first_epoch = self._first_averaged_epoch(trainer)
         loaded = self._loaded
         self._loaded = None
         if loaded is None:
@@ -135,7 +145,8 @@ class StochasticWeightAveraging(Callback):
             current = loaded["current_model_state"] or None
             self._weights.restore(loaded["num_averaged"], average=loaded["average_model_state"], current=current)
 
-    def _begin_at(self, trainer: Run) -> int:
+    def _first_averaged_epoch(self, trainer: Run) -> int:
+        """Return the 0-based epoch of `swa_epoch_start`."""
         start = self._swa_epoch_start
         if isinstance(start, float):
             if trainer.max_epochs == -1:
@@ -148,8 +159,10 @@ class StochasticWeightAveraging(Callback):
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         epoch = trainer.state.epoch
-        if epoch < self._first_epoch or epoch <= self._latest_update_epoch:  # an epoch may be resumed in its middle
+        if epoch < self._first_epoch:
             return
+        if epoch <= self._latest_update_epoch:
+            return  # resumed in the middle of the epoch
         if self._schedule is None:
             self._start(trainer, task, None)
         else:
@@ -215,7 +228,7 @@ def _recompute_statistics(trainer: Run, task: TaskModule) -> None:
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # the plain mean over all batches
+        norm.momentum = None  # torch then computes the plain mean over all batches
     try:
         trainer.pass_training_data()
     finally:

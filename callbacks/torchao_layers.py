@@ -36,7 +36,8 @@ def torchao_config(config: object, group_size: int) -> Any:
         dtype = torch.int8
         granularity = kinds.PerAxis(0)
         if "int4" in config:
-            dtype, granularity = torch.int4, kinds.PerGroup(group_size)  # type: ignore[attr-defined]  # torch lacks it
+            dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotations lack it
+            granularity = kinds.PerGroup(group_size)
         if "dynamic" in config:
             return kinds.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
         return kinds.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
@@ -95,29 +96,31 @@ def linear_layers(
             raise ConfigurationError(
                 f"skip={names!r}: {type(model).__name__} has no module {skipped!r}.{nearest(skipped, modules)}"
             )
-    found = {
-        name: layer
-        for name, layer in modules.items()
-        if type(layer) is nn.Linear
-        and not any(name == skipped or name.startswith(f"{skipped}.") for skipped in names)
-        and (module_filter is None or module_filter(layer, name))
-    }
-    if not found:
+    layers: dict[str, nn.Linear] = {}
+    for name, layer in modules.items():
+        # Not sub-classes: torchao's fake quantization replaces the class, with its forward.
+        if type(layer) is not nn.Linear:
+            continue
+        if any(name == skipped or name.startswith(f"{skipped}.") for skipped in names):
+            continue
+        if module_filter is None or module_filter(layer, name):
+            layers[name] = layer
+    if not layers:
         raise ConfigurationError(
             f"No nn.Linear of {type(model).__name__} can be quantized: it has none outside of skip={names!r} and "
             "module_filter."
         )
-    check_float(model, found)
-    return found
+    check_float(model, layers)
+    return layers
 
 
 def check_float(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     """Check that layers of a model, by name, are not quantized."""
-    done = [name for name, layer in layers.items() if is_quantized(layer)]
-    if done:
+    quantized = [name for name, layer in layers.items() if is_quantized(layer)]
+    if quantized:
         raise ConfigurationError(
-            f"{_listed(done)} of {type(model).__name__} is quantized already. Create a new {type(model).__name__}, and "
-            "load a checkpoint of the training into it."
+            f"{_listed(quantized)} of {type(model).__name__} is quantized already. Create a new "
+            f"{type(model).__name__}, and load a checkpoint of the training into it."
         )
 
 
@@ -139,11 +142,11 @@ def is_quantized(layer: nn.Module) -> bool:
 
 def quantize_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[[], None]:
     """Quantize layers in place, or none of them if one cannot be quantized. Return a function that undoes it."""
-    before = {name: layer.weight for name, layer in layers.items()}
+    weights = {name: layer.weight for name, layer in layers.items()}
 
     def undo() -> None:
         for name, layer in layers.items():
-            layer.weight = before[name]
+            layer.weight = weights[name]
 
     def quantize(layer: nn.Linear) -> str:
         load_torchao(_PURPOSE).quantization.quantize_(layer, config, filter_fn=lambda module, _: True)
@@ -168,19 +171,21 @@ def prepare_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[
     """
     load_torchao(_PURPOSE)
     step = _module("torchao.quantization.qat").QATConfig(config, step="prepare")
-    made: dict[nn.Linear, nn.Module] = {}
+    prepared: dict[nn.Linear, nn.Module] = {}
 
     def prepare(layer: nn.Linear) -> str:
         # A layer without memory gives the class and the quantizers, and draws no random numbers.
-        sizes = layer.in_features, layer.out_features, layer.bias is not None
-        holder = nn.Sequential(nn.Linear(*sizes, device="meta", dtype=layer.weight.dtype))
+        empty_layer = nn.Linear(
+            layer.in_features, layer.out_features, layer.bias is not None, device="meta", dtype=layer.weight.dtype
+        )
+        holder = nn.Sequential(empty_layer)  # torchao replaces children only
         load_torchao(_PURPOSE).quantization.quantize_(holder, step)
-        made[layer] = holder[0]
+        prepared[layer] = holder[0]
         return ""
 
     _apply(prepare, layers, config)
     undo = contextlib.ExitStack()
-    for layer, like in made.items():
+    for layer, like in prepared.items():
         undo.callback(_replace_class(layer, like))
     return undo.close
 
@@ -226,7 +231,10 @@ def _no_fused_kernels(module: nn.Module, inputs: object) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    listed = ", ".join(names[:5])
+    if len(names) > 5:
+        listed += f" and {len(names) - 5} more"
+    return listed
 
 
 def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -238,16 +246,22 @@ def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     support = _module("torchao.prototype.safetensors.safetensors_support")
     target = Path(path)
     temporary = target.with_name(f".{target.name}.tmp")
-    # Copies, because the format stores no memory twice. Names without a dot are not in torchao's metadata, which it
-    # cannot read.
-    state = {
-        name: value.data if type(value.data) is not torch.Tensor else value.data.clone()
-        for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
+    # torchao cannot read names without a dot in its metadata, so these tensors are added to the file without it.
+    with_dot: dict[str, torch.Tensor] = {}
+    without_dot: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        tensor = value.data
+        if type(tensor) is torch.Tensor:
+            tensor = tensor.clone()  # the format does not store the memory of tied weights twice
+        if "." in name:
+            with_dot[name] = tensor
+        else:
+            without_dot[name] = tensor
     try:
-        tensors, metadata = support.flatten_tensor_state_dict({name: v for name, v in state.items() if "." in name})
-        tensors |= {name: value for name, value in state.items() if "." not in name}
+        tensors, metadata = support.flatten_tensor_state_dict(with_dot)
+        tensors |= without_dot
         target.parent.mkdir(parents=True, exist_ok=True)
         stored = {name: value.contiguous() for name, value in tensors.items()}
         _module("safetensors.torch").save_file(stored, temporary, metadata)
@@ -280,8 +294,8 @@ def load_quantized_model(model: nn.Module, path: str | os.PathLike[str]) -> nn.M
             if "tensor_names" not in (file.metadata() or {}):
                 raise ValueError("it has no quantized weights. load_checkpoint_in_model reads files of float weights")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
-            read, rest = support.unflatten_tensor_state_dict(tensors, file.metadata() or {})
-        model.load_state_dict({**read, **rest}, assign=True)
+            quantized, others = support.unflatten_tensor_state_dict(tensors, file.metadata() or {})
+        model.load_state_dict({**quantized, **others}, assign=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded into {type(model).__name__}: {error}") from error
     for layer in model.modules():

@@ -33,14 +33,14 @@ class TunedAttribute:
         kind: type[int] | type[float],
     ) -> None:
         names = list(names)
-        owners = [owner for owner in (task, datamodule) if owner is not None]
+        owners = [task] if datamodule is None else [task, datamodule]
         for name in names:
             self._attributes = [owner for owner in owners if _has(owner, name)]
             self._hparams = [owner.hparams for owner in owners if name in owner.hparams]
             if self._attributes or self._hparams:
                 self.name = name
                 return
-        raise ConfigurationError(_nowhere(names, owners, purpose, kind))
+        raise ConfigurationError(_missing(names, owners, purpose, kind))
 
     def get(self) -> Any:
         """Return the value: the task's, else the data module's, else the one in `hparams`."""
@@ -62,28 +62,33 @@ class TunedAttribute:
 
 
 def _has(owner: object, name: str) -> bool:
+    if name in vars(owner):
+        return True
     of_class = getattr(type(owner), name, None)
-    # A property without a setter returns a value from elsewhere, usually from hparams.
-    settable = of_class.fset is not None if isinstance(of_class, property) else isinstance(of_class, (int, float))
-    return name in vars(owner) or settable
+    if isinstance(of_class, property):
+        # A property without a setter returns a value from elsewhere, usually from hparams.
+        return of_class.fset is not None
+    return isinstance(of_class, (int, float))
 
 
-def _nowhere(names: list[str], owners: list[HyperparametersMixin], purpose: str, kind: type) -> str:
-    found: dict[str, str] = {}
+def _missing(names: list[str], owners: list[HyperparametersMixin], purpose: str, kind: type) -> str:
+    """Return the error text for an attribute that no owner has."""
+    candidates: dict[str, str] = {}  # name → "Task.hparams.lr = 0.1"
     for owner in owners:
-        for where, values in ((type(owner).__name__, vars(owner)), (f"{type(owner).__name__}.hparams", owner.hparams)):
-            found |= {
-                name: f"{where}.{name} = {value!r}"
-                for name, value in values.items()
-                if type(value) is kind and not name.startswith("_")
-            }
+        owner_name = type(owner).__name__
+        for prefix, values in ((owner_name, vars(owner)), (f"{owner_name}.hparams", owner.hparams)):
+            for name, value in values.items():
+                # The exact type, because a bool is an int.
+                if type(value) is kind and not name.startswith("_"):
+                    candidates[name] = f"{prefix}.{name} = {value!r}"
     wanted = " or ".join(map(repr, names))
-    places = " nor ".join(type(owner).__name__ for owner in owners)
-    holder = f"neither {places} has" if len(owners) > 1 else f"{places} has no"
-    candidates = (
-        f"There are: {', '.join(found.values())}." if found else f"There is no attribute of type {kind.__name__}."
-    )
+    owner_names = [type(owner).__name__ for owner in owners]
+    subject = f"neither {' nor '.join(owner_names)} has" if len(owners) > 1 else f"{owner_names[0]} has no"
+    if candidates:
+        listed = f"There are: {', '.join(candidates.values())}."
+    else:
+        listed = f"There is no attribute of type {kind.__name__}."
     return (
-        f"{purpose}: {holder} {wanted}, as an attribute or in hparams.{nearest(names[0], found)} {candidates} Name the "
-        f"right one, or create the loader (or optimizer) from self.{names[0]}."
+        f"{purpose}: {subject} {wanted}, as an attribute or in hparams.{nearest(names[0], candidates)} {listed} Name "
+        f"the right one, or create the loader (or optimizer) from self.{names[0]}."
     )

@@ -64,9 +64,9 @@ def test_each_stretch_that_has_a_checkpoint_behind_it_keeps_exactly_the_first(
             keeping.load_state_dict(json.loads(json.dumps(state)))
             keeping.begin(run)
         run.state.step = step
-        at = keeping.look(run)
+        at = keeping.due(run)
         if at is not None:
-            keeping.keep(str(step), at)
+            keeping.add(str(step), at)
     first_of: dict[int, int] = {}
     for step in saves:
         first_of.setdefault(math.floor(step / span), step)

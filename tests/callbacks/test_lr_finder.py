@@ -119,7 +119,6 @@ def test_a_task_without_one_learning_rate_is_refused(automatic: bool, message: s
     [
         ({"mode": "exponentail"}, "Did you mean 'exponential'"),
         ({"min_lr": 2.0}, "0 < min_lr < max_lr"),
-        ({"num_training": 0}, "num_training_steps=0"),
         ({"method": "test"}, "method='fit'"),
     ],
 )

@@ -33,6 +33,7 @@ def test_parameters_are_counted_by_layer_and_in_all() -> None:
     assert rows == {"body": ("Sequential", 56, 56), "head": ("Linear", 18, 2), "(own parameters)": ("Parameter", 3, 3)}
     assert (summary.num_params, summary.num_trainable, summary.param_bytes) == (77, 61, 308)
     assert summary.buffer_bytes == 8 * 4 * 2 + 8
+    assert [layer.flops for layer in summary.layers] == [None, None, None]  # without an example input
 
 
 @pytest.mark.parametrize(("depth", "count"), [(0, 0), (1, 3), (2, 6), (-1, 6)])
