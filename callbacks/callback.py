@@ -82,8 +82,8 @@ class Callback:
 
         def __getattr__(self, name: str) -> NoReturn:
             instead = ABSENT.get(name)
-            told = f". {instead}" if instead is not None else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{told}")
+            advice = "" if instead is None else f". {instead}"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     def log(self, name: str, value: object, *args: Any, **options: Any) -> None:
         """Log one value, from a hook in which the task may log; see `TaskModule.log` for the arguments.

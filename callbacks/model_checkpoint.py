@@ -485,7 +485,7 @@ class ModelCheckpoint(Callback):
             self.save_weights_only,
             dict(facts.metrics),
             remote=self.remote,
-            fresh=self.enable_version_counter and name not in facts.present,
+            must_be_new=self.enable_version_counter and name not in facts.present,
         )
 
     def _remove_after(self, request: SaveRequest, name: str | None) -> None:

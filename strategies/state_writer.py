@@ -25,13 +25,13 @@ class SaveTarget:
         path: Folder of the checkpoint.
         metrics: Metrics for the checkpoint's manifest.
         then: Called on the main rank with `path` after publication.
-        fresh: See `SaveRequest`.
+        must_be_new: See `SaveRequest`.
     """
 
     path: Path
     metrics: dict[str, float]
     then: Callable[[Path], None]
-    fresh: bool = False
+    must_be_new: bool = False
 
 
 class StateWriter:
@@ -101,7 +101,7 @@ class StateWriter:
             before()
             share.append(plan_share(snapshot, 0))
             for target in targets:
-                drafts.append(Draft(target.path, fresh=target.fresh))
+                drafts.append(Draft(target.path, must_be_new=target.must_be_new))
                 drafts[-1].make_folders(share[0])
             return [draft.folder for draft in drafts]
 
@@ -200,11 +200,11 @@ def _write_full(snapshot: Snapshot, targets: list[SaveTarget], writer: AsyncWrit
     for number, target in enumerate(targets):
         own = replace(snapshot, metrics=target.metrics)
         if writer is None:
-            target.then(write_checkpoint(target.path, own, fresh=target.fresh))
+            target.then(write_checkpoint(target.path, own, must_be_new=target.must_be_new))
         elif number == 0:
-            writer.submit(target.path, own, then=target.then, fresh=target.fresh)
+            writer.submit(target.path, own, then=target.then, must_be_new=target.must_be_new)
         else:
-            writer.submit_again(target.path, metrics=target.metrics, then=target.then, fresh=target.fresh)
+            writer.submit_again(target.path, metrics=target.metrics, then=target.then, must_be_new=target.must_be_new)
 
 
 def _names(targets: list[SaveTarget]) -> str:

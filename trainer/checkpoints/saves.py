@@ -214,7 +214,7 @@ class Saves:
                 path = self._places.of_request(request)
                 is_best = self._places.is_best(path)
                 publish = partial(self._add_to_index, request=request, is_best=is_best, begun_s=begun_s)
-                targets.append(SaveTarget(path, request.metrics or snapshot.metrics, publish, request.fresh))
+                targets.append(SaveTarget(path, request.metrics or snapshot.metrics, publish, request.must_be_new))
             # Waits for the previous save: loggers must be notified of it before this save may delete it.
             self._states.save(snapshot, targets, before=self._wait_and_report)
             self._report()
@@ -274,7 +274,7 @@ class Saves:
         path = self._places.of_request(request)
         try:
             begun_s = time.monotonic()
-            write_checkpoint(path, self._contents.collect_alone(request.metrics), fresh=request.fresh)
+            write_checkpoint(path, self._contents.collect_alone(request.metrics), must_be_new=request.must_be_new)
             self._add_to_index(path, request=request, is_best=self._places.is_best(path), begun_s=begun_s)
         except (OSError, CheckpointError) as error:
             warnings.warn(

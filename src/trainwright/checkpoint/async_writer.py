@@ -103,7 +103,9 @@ class AsyncWriter:
         self.buffers.reserve(num_bytes)
         self._preparation = Preparation(self.buffers.fillings())
 
-    def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, fresh: bool = False) -> Path:
+    def submit(
+        self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, must_be_new: bool = False
+    ) -> Path:
         """Copy `snapshot`, and write the copy as the checkpoint `path` in the background; see `write_checkpoint`.
 
         Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the tensors may change.
@@ -116,7 +118,7 @@ class AsyncWriter:
             snapshot: the state to save.
             then: called with `path` in the writing thread once the checkpoint is published. If it raises, the save
                 fails with that error.
-            fresh: see `Draft`.
+            must_be_new: see `Draft`.
 
         Raises:
             CheckpointError: the snapshot cannot be saved as `path`, or the previous checkpoint could not be written. In
@@ -127,7 +129,7 @@ class AsyncWriter:
         check_target(path)
         contents = plan_checkpoint(snapshot, max_shard_bytes=self._max_shard_bytes)
         self._stage(contents)
-        self._write(path, contents, then, fresh)
+        self._write(path, contents, then, must_be_new)
         return path
 
     def stage(self, contents: Contents) -> None:
@@ -160,8 +162,8 @@ class AsyncWriter:
         if self._later is not None and not self._guards:  # on each optimizer, since different threads may step them
             self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in self.optimizers]
 
-    def _write(self, path: Path, contents: Contents, then: Then | None, fresh: bool) -> None:
-        self._start(_Job(path, partial(write_contents, path, contents, fresh=fresh), then))
+    def _write(self, path: Path, contents: Contents, then: Then | None, must_be_new: bool) -> None:
+        self._start(_Job(path, partial(write_contents, path, contents, must_be_new=must_be_new), then))
 
     def submit_again(
         self,
@@ -169,12 +171,12 @@ class AsyncWriter:
         *,
         metrics: Mapping[str, Any] | None = None,
         then: Then | None = None,
-        fresh: bool = False,
+        must_be_new: bool = False,
     ) -> Path:
         """Write the snapshot of the last `submit` as another checkpoint, after earlier checkpoints. Does not block.
 
         Args:
-            path, then, fresh: see `submit`.
+            path, then, must_be_new: see `submit`.
             metrics: metrics for the manifest. Default: the metrics of the snapshot.
 
         Raises:
@@ -187,7 +189,7 @@ class AsyncWriter:
         contents = self._contents
         if metrics is not None:
             contents = replace(contents, metrics=plain_metrics(metrics))
-        self._write(path, contents, then, fresh)
+        self._write(path, contents, then, must_be_new)
         return path
 
     def wait(self) -> None:

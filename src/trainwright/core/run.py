@@ -58,8 +58,8 @@ class SaveRequest:
         remote: URL of a folder to which the complete checkpoint is uploaded. Checkpoints in `remove` are deleted there,
             too. If `remote` and `folder` are None, the remote folder of the run's ModelCheckpoint is used, if any.
         link: name of a relative symbolic link in the same folder to create or update after the checkpoint is published.
-        fresh: True raises an error if another run writes a checkpoint of this name first. False replaces an existing
-            checkpoint of this name.
+        must_be_new: True raises an error if another run writes a checkpoint of this name first. False replaces an
+            existing checkpoint of this name.
     """
 
     name: str
@@ -69,7 +69,7 @@ class SaveRequest:
     remove: list[str] = field(default_factory=list)
     link: str | None = None
     remote: str | None = None
-    fresh: bool = False
+    must_be_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def write_checkpoint(
-    path: Path | str, snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES, fresh: bool = False
+    path: Path | str, snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES, must_be_new: bool = False
 ) -> Path:
     """Write `snapshot` as the checkpoint folder `path`. Blocks until it is on the disk.
 
@@ -166,7 +166,7 @@ def write_checkpoint(
         path: the folder to create, with missing parents. An existing checkpoint is replaced.
         snapshot: the content.
         max_shard_bytes: see `plan_model`.
-        fresh: see `Draft`.
+        must_be_new: see `Draft`.
 
     Returns:
         `path`.
@@ -176,14 +176,14 @@ def write_checkpoint(
         OSError: the disk is full or not writable, or another system error.
     """
     check_target(Path(path))
-    return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes), fresh=fresh)
+    return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes), must_be_new=must_be_new)
 
 
 def write_contents(
-    path: Path | str, contents: Contents, *, quiet: LowPriorityThread | None = None, fresh: bool = False
+    path: Path | str, contents: Contents, *, quiet: LowPriorityThread | None = None, must_be_new: bool = False
 ) -> Path:
     """Write the result of `plan_checkpoint`; see `write_checkpoint`, and `write_files` for `quiet`."""
-    with Draft(path, fresh=fresh) as draft:
+    with Draft(path, must_be_new=must_be_new) as draft:
         entries = draft.write(contents, quiet=quiet)
         draft.publish(contents, entries)
     return draft.path
@@ -196,12 +196,12 @@ class Draft:
 
     Args:
         path: the final folder. If it exists and is not a checkpoint, a CheckpointError is raised.
-        fresh: True lets `publish` raise if `path` has a checkpoint. Default: False, which replaces this checkpoint.
+        must_be_new: `publish` raises if `path` has a checkpoint. Default: False, which replaces this checkpoint.
     """
 
-    def __init__(self, path: Path | str, *, fresh: bool = False) -> None:
+    def __init__(self, path: Path | str, *, must_be_new: bool = False) -> None:
         self.path = Path(path)
-        self.fresh = fresh
+        self.must_be_new = must_be_new
         check_target(self.path)
         make_folder(self.path.parent, sync=False)
         self.folder = hidden(self.path, "tmp")
@@ -245,7 +245,7 @@ class Draft:
             entries: size and hash of every file in the folder, including files of other processes, by path.
 
         Raises:
-            CheckpointError: `fresh` is True and `path` has a checkpoint, or `extra` contains a file name of a
+            CheckpointError: `must_be_new` is True and `path` has a checkpoint, or `extra` contains a file name of a
                 checkpoint.
         """
         folders = self._folders(contents)
@@ -269,7 +269,7 @@ class Draft:
         sync_folder(self.folder)
         write_file(self.folder / MANIFEST, manifest.to_bytes())
         sync_folder(self.folder)
-        _publish(self.folder, self.path, fresh=self.fresh)
+        _publish(self.folder, self.path, must_be_new=self.must_be_new)
         self._published = True
 
     def _move_extra(self, extra: Path) -> list[Path]:
@@ -359,8 +359,8 @@ def _versions() -> dict[str, str]:
     return {"trainwright": version, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
-    if fresh or not _has_entries(path):
+def _publish(temporary: Path, path: Path, *, must_be_new: bool) -> None:
+    if must_be_new or not _has_entries(path):
         _publish_new(temporary, path)
         return
     # A folder with entries cannot be replaced by one rename. Between these two, readers use `aside` (see `staging`).

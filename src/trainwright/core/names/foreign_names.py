@@ -286,8 +286,11 @@ def missing(module: str, name: str, public: Iterable[str]) -> Exception:
     It is an AttributeError, whose text Python would replace in `from module import name`; there it is an ImportError.
     """
     text = f"module {module!r} has no attribute {name!r}."
-    told = None if name.startswith("_") else answer(name)
-    text = f"{text} {told}" if told else text.removesuffix(".") + (nearest(name, public).replace(" Did", ". Did", 1))
+    advice = None if name.startswith("_") else answer(name)
+    if advice:
+        text = f"{text} {advice}"
+    else:
+        text = text.removesuffix(".") + nearest(name, public).replace(" Did", ". Did", 1)
     return ImportError(text, name=module) if _importing() else AttributeError(text, name=name)
 
 
