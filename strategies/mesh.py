@@ -83,18 +83,21 @@ class MeshShape:
             shards: Parameters are sharded. The mesh then has the axis `dp_shard` even if the axis has one rank.
         """
         lengths = {**self.lengths, "dp_shard": self.dp_shard * self.cp, "cp": 1}
-        longer = {name: length for name, length in lengths.items() if length > 1}
-        if self.dp_replicate > 1 or shards or not longer:
-            longer["dp_shard"] = lengths["dp_shard"]
-        lengths = {name: longer[name] for name in self.lengths if name in longer}
-        return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
+        needs_dp_shard = shards or self.dp_replicate > 1 or self.size == 1
+        names = []
+        for name, length in lengths.items():  # in the order of the ranks
+            if length > 1 or (name == "dp_shard" and needs_dp_shard):
+                names.append(name)
+        shape = tuple(lengths[name] for name in names)
+        return init_device_mesh(device_type, shape, mesh_dim_names=tuple(names))
 
     def sequence_group(self) -> ProcessGroup:
         """Return the process group of the ranks that split the same sequences as this rank. Collective."""
         groups: dict[tuple[int, ...], list[int]] = {}  # coordinates along the other axes → ranks
         for rank in range(self.size):
-            others = tuple(place for axis, place in self.coordinates(rank).items() if axis != "cp")
-            groups.setdefault(others, []).append(rank)
+            coordinates = self.coordinates(rank)
+            del coordinates["cp"]
+            groups.setdefault(tuple(coordinates.values()), []).append(rank)
         # Every rank creates all groups, in the same order.
         in_order = [groups[others] for others in sorted(groups)]
         mine: ProcessGroup
@@ -153,10 +156,11 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 def _clear_sharding_cache() -> None:
     """Clear torch's cache of how DTensor operations shard their results."""
-    names = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
-    functions = [getattr(debug, name) for name in names if hasattr(debug, name)]
-    for clear in functions:
-        clear()
-    if not functions:  # torch 2.9
+    was_cleared = False
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        if hasattr(debug, name):
+            getattr(debug, name)()
+            was_cleared = True
+    if not was_cleared:  # torch 2.9
         dispatcher: Any = DTensor._op_dispatcher
         dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

@@ -56,6 +56,7 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
     for module in task.modules():
         if _is_read(module):
             wanted -= {id(part) for part in module.modules() if part is not module}
+    # Sets of ids instead of modules and parameters: the same sets hold both, and a parameter's `==` is elementwise.
     parents = _parents(task)
     units: list[nn.Module] = []
     taken: set[int] = set()  # nested units, and their modules and parameters
@@ -65,8 +66,11 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
         inside = {id(part) for part in module.modules()}
         members = inside | {id(parameter) for parameter in module.parameters()}
         members -= taken
-        # A module without parameters has no entry: it may be shared, because nothing of it is gathered.
-        is_shared = any(not parents.get(part, inside) <= inside for part in members - {id(module)})
+        is_shared = False
+        for part in members - {id(module)}:
+            # A module without parameters has no entry: it may be shared, because nothing of it is gathered.
+            if not parents.get(part, inside) <= inside:
+                is_shared = True
         if not is_shared:
             units.append(module)
             taken |= members | {id(module)}

@@ -91,12 +91,13 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
             f"has {num_stages}. Return a list of modules for each stage."
         )
     known = {id(module) for module in task.modules()}
-    if any(id(module) not in known for stage in stages for module in stage):
+    if any(id(module) not in known for module in itertools.chain.from_iterable(stages)):
         raise ConfigurationError(
             f"{name} returned a module that is not in the task. Return modules of {type(task).__name__}."
         )
-    held = {id(parameter) for stage in stages for module in stage for parameter in module.parameters()}
-    part_ids = {id(module) for stage in stages for module in stage}
+    modules = list(itertools.chain.from_iterable(stages))
+    part_ids = {id(module) for module in modules}
+    held = {id(parameter) for module in modules for parameter in module.parameters()}
     loose = []
     for prefix, module in task.named_modules():
         if not part_ids.isdisjoint(id(inner) for inner in module.modules()):
@@ -123,12 +124,15 @@ def _refuse_two_stacks(task: nn.Module, num_stages: int) -> None:
 
 def layers_of(task: nn.Module, num_stages: int) -> dict[str, nn.Module]:
     """Return the layers of a model by name. Raise an error if there are fewer than `num_stages`."""
+    # Candidates: a ModuleList of one class is preferred, then the larger number of parameters; name; container.
     found: list[tuple[bool, int, str, nn.Module]] = []
     short: dict[str, int] = {}  # stacks of equal layers with fewer layers than stages, by name
     for name, module in task.named_modules():
-        children = list(module.children())
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(name.startswith(f"{s}.") for s in short):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        if any(name.startswith(f"{stack}.") for stack in short):
             continue  # a container inside of a layer
+        children = list(module.children())
         same_class = len(set(map(type, children))) == 1
         if len(children) >= num_stages:
             size = sum(p.numel() for p in module.parameters())

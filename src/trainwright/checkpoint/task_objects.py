@@ -30,16 +30,28 @@ def describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         has_values = not value.is_meta and value.numel() <= _MOST_VALUES
         return str(value.tolist()) if has_values else ""
-    if not isinstance(value, torch.nn.Module) or next(value.parameters(), None) is not None:
+    if isinstance(value, torch.nn.Module):
+        return _describe_module(value)
+    return ""
+
+
+def _describe_module(module: torch.nn.Module) -> str:
+    """Return the class of a module with its attributes, buffers and children, or "" if they do not determine it."""
+    if next(module.parameters(), None) is not None:  # the weights of a checkpoint determine it
         return ""
-    if value._forward_hooks or value._forward_pre_hooks or value._backward_hooks or value._backward_pre_hooks:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks):
         return ""
-    parts = {name: part for name, part in vars(value).items() if name not in _OF_EVERY_MODULE}
-    parts |= dict(value.named_buffers(recurse=False)) | dict(value.named_children())
-    texts = {name: describe(part) for name, part in parts.items()}
-    if not all(texts.values()):
-        return ""
-    return f"{describe(type(value))}({', '.join(f'{name}={text}' for name, text in texts.items())})"
+    parts = {name: part for name, part in vars(module).items() if name not in _OF_EVERY_MODULE}
+    parts |= dict(module.named_buffers(recurse=False))
+    parts |= dict(module.named_children())
+    texts = []
+    for name, part in parts.items():
+        text = describe(part)
+        if not text:
+            return ""
+        texts.append(f"{name}={text}")
+    return f"{describe(type(module))}({', '.join(texts)})"
 
 
 def equal_objects(task: Any, descriptions: Mapping[str, str]) -> dict[str, Any]:

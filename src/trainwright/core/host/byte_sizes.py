@@ -20,17 +20,21 @@ def convert_file_size_to_int(size: int | str) -> int:
     Raises:
         ConfigurationError: `size` is neither a number of bytes nor such a text, or is negative.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+    if isinstance(size, int) and size >= 0:
         return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    match = None
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
     if match is None:
         raise ConfigurationError(
             f"`size` {size!r} is not in a valid format. Write an integer number of bytes >= 0, or text with a unit, "
             "such as '5GB' or '10.5GiB'."
         )
-    number, prefix, binary, unit = match.groups()
-    value = float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()]
-    return int(value / 8) if unit == "b" and not binary and prefix else int(value)
+    number, prefix, binary, unit = match.groups()  # "10.5", "G", "i" and "B"
+    base = 1024 if binary else 1000
+    amount = float(number) * base ** _POWERS[prefix.lower()]
+    is_in_bits = unit == "b" and prefix and not binary
+    return int(amount / 8) if is_in_bits else int(amount)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -44,4 +48,5 @@ def format_bytes(num_bytes: float) -> str:
         unit = larger
     if unit == "B":
         return f"{value:.0f} B"
-    return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.1f} {unit}"
+    decimals = 2 if abs(value) < 10 else 1
+    return f"{value:.{decimals}f} {unit}"

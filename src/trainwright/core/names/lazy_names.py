@@ -32,20 +32,25 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
             value: Any = sorted(homes())
         elif name in homes():
             home = homes()[name]
-            value = import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
+            value = import_module(f"{package}.{name}") if home == package else getattr(import_module(home), name)
         elif name.startswith("__"):  # that Python and tools look up in every module
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        elif name.isidentifier() and hasattr(sys.modules[package], "__path__") and find_spec(f"{package}.{name}"):
+        elif is_module(name):
             value = import_module(f"{package}.{name}")
         else:
             from trainwright.core.names.foreign_names import missing
 
-            raise missing(package, name, homes())
+            raise missing(package, name, homes())  # it inspects the caller of this function
         setattr(sys.modules[package], name, value)  # the next access does not call this function
         return value
 
+    def is_module(name: str) -> bool:
+        is_package = hasattr(sys.modules[package], "__path__")
+        return is_package and name.isidentifier() and find_spec(f"{package}.{name}") is not None
+
     def names() -> list[str]:
-        return sorted({*homes(), *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
+        special = [name for name in vars(sys.modules[package]) if name.startswith("__")]
+        return sorted({*homes(), *special})
 
     return get, names
 
