@@ -24,7 +24,8 @@ from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, ready_p
 from trainwright.strategies.fsdp.layers.plan import SplitLayers
 from trainwright.strategies.megatron.stages import find_stages
 
-_BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
+_BYTES = 4  # of a weight or gradient in float32
+_STATES = 8  # bytes of Adam's two averages of an element
 _TEMPORARIES = 2  # temporary tensors of a parameter's size in Adam's update of one parameter after the other
 _ALIGNMENT = 2  # stages 1 and 2 of ZeRO pad each rank's shard to a multiple of this number of elements
 
@@ -83,16 +84,20 @@ class TrainingShape:
 
 def training_shape(model: nn.Module) -> TrainingShape:
     """Return the `TrainingShape` of a model on any device, the meta device included."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}  # several of a tied parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    sizes = {own[0]: parameter.numel() for parameter, own in names.items()}
+    sizes = {names_of_one[0]: parameter.numel() for parameter, names_of_one in names.items()}
     shape = shape_of(sizes)
-    uses = max((len(own) for parameter, own in names.items() if parameter.numel() == shape.tensor), default=1)
+    uses = 1
+    for parameter, names_of_one in names.items():
+        if parameter.numel() == shape.tensor:
+            uses = max(uses, len(names_of_one))
     together = 0
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        blocks = (name for name in sizes if NUMBERED_BLOCK.match(name))
-        together = sum(sizes[name] for name in blocks if "decoder" in name.split("."))
+        for name, size in sizes.items():
+            if NUMBERED_BLOCK.match(name) and "decoder" in name.split("."):
+                together += size
     return replace(shape, uses=uses, together=together)
 
 
@@ -100,7 +105,8 @@ def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
     """Return the `TrainingShape` of a model from its parameters' names and numbers of elements."""
     blocks: Counter[str] = Counter()
     for name, elements in sizes.items():
-        if block := NUMBERED_BLOCK.match(name):
+        block = NUMBERED_BLOCK.match(name)
+        if block is not None:
             blocks[block[0]] += elements
     outside = sum(sizes.values()) - blocks.total()
     return TrainingShape(tuple(sizes.values()), max(blocks.values(), default=0), outside)
@@ -129,15 +135,15 @@ def rank_peaks(
     outside = _BYTES * shape.outside
     temporary = _temporary_bytes(shape, foreach)
     stepping = gradients + temporary
+    # Five units: the current and the next one are gathered; the current one has full gradients and a copy of them for
+    # the reduce-scatter, while the previous unit's are reduced. Parameters outside the units stay gathered for the
+    # step. Gradient shards replace activations.
+    sharded_backward = max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit
     peaks = {
         "single": weights + states + max(stepping, kept + largest),
         # Gradients are views of buckets that DDP never frees.
         "ddp": weights + states + gradients + max(temporary, kept + largest),
-        # Five units: the current and the next one are gathered; the current one has full gradients and a copy of them
-        # for the reduce-scatter, while the previous unit's are reduced. Parameters outside the units stay gathered for
-        # the step. Gradient shards replace activations.
-        "fsdp": (weights + states) // ranks
-        + max(stepping // ranks, max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit),
+        "fsdp": (weights + states) // ranks + max(stepping // ranks, sharded_backward),
         "offload": outside + max(kept + largest, _streaming(shape, kept)),
     }
     for stage in (1, 2):
@@ -261,20 +267,18 @@ def pipeline_peak(
     `activation_bytes` and `sent_bytes` are the result of `count_stage_bytes` for one micro-batch. torch receives the
     activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.
     """
-    found = []
+    peaks = []
     for i, (shape, kept) in enumerate(zip(stages, activation_bytes, strict=True)):
         in_flight = min(num_micro_batches, len(stages) - i)
         weights = gradients = _BYTES * shape.elements
         largest = _BYTES * shape.tensor
         buffers = num_micro_batches * sum(sent_bytes[max(i - 1, 0) : i + 1])
         earlier = gradients if num_micro_batches > in_flight else 0  # accumulated in finished micro-batches
-        moments = (
-            gradients + _temporary_bytes(shape, foreach),
-            in_flight * kept + largest + earlier,
-            (kept + largest + gradients) * (num_micro_batches > 1),
-        )
-        found.append(weights + _STATES * shape.elements + buffers + max(moments))
-    return max(found)
+        peak = max(gradients + _temporary_bytes(shape, foreach), in_flight * kept + largest + earlier)
+        if num_micro_batches > 1:  # the backward of the last micro-batch, with all gradients
+            peak = max(peak, kept + largest + gradients)
+        peaks.append(weights + _STATES * shape.elements + buffers + peak)
+    return max(peaks)
 
 
 def stage_shapes(model: nn.Module, pp: int) -> list[TrainingShape] | None:
