@@ -58,7 +58,8 @@ class EarlyStopping(Callback):
     Attributes:
         wait_count: checks since the last improvement.
         stopped_epoch: 0-based epoch in which the callback requested the end; 0 if it has not.
-        best_score: the best value so far, with the methods of a tensor; ±inf before the first check.
+        best_score: the best value that counted as an improvement, with the methods of a tensor; ±inf before the first
+            one. A check that stops training does not change it.
         stopping_reason, stopping_reason_message: the reason, as a member of `EarlyStoppingReason` and as text.
 
     Raises:
@@ -153,7 +154,7 @@ class EarlyStopping(Callback):
             trainer.request_stop(f"EarlyStopping: {message}")
 
     def judge(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Check a new value of the metric, and update `best_score` and `wait_count`.
+        """Check a new value. Update `best_score` and `wait_count`, unless the value stops training at once.
 
         Returns:
             The reason to stop, or `NOT_STOPPED`, and a message about it, or None if there is nothing to report.

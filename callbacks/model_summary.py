@@ -225,7 +225,7 @@ class ModelSummary(Callback):
         max_depth: levels of children to list; -1 all, 0 none (totals only). Default: 1.
 
     Raises:
-        ConfigurationError: `max_depth` below -1.
+        ConfigurationError: `max_depth` is not an integer of at least -1.
     """
 
     def __init__(self, max_depth: int = 1) -> None:

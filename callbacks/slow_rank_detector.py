@@ -33,7 +33,8 @@ class SlowRankDetector(Callback):
     longer than the forward on every rank, communication is slow.
 
     Each rank measures by its own clock, on an accelerator by events. Every `every_n_steps` steps an asynchronous
-    collective starts. Its result is read `every_n_steps` steps later, so no step waits for it.
+    collective starts. Its result is read `every_n_steps` steps later, so no step waits for other ranks. On an
+    accelerator each comparison waits until the device has finished the step.
 
     Args:
         every_n_steps: steps between two comparisons, at least 1. Default: 50.

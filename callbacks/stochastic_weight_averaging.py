@@ -39,7 +39,8 @@ class StochasticWeightAveraging(Callback):
 
     Raises:
         ConfigurationError: a value is out of range. In a Trainer: the strategy's ranks have different parameters. In a
-            run: there are several optimizers or schedules, or a fraction is used without `max_epochs`.
+            run: the task has several optimizers or schedules, or batch normalization with manual optimization; or a
+            fraction is used without `max_epochs`.
     """
 
     needs = ("weight_averages",)

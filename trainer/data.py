@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.signatures import overrides
@@ -414,7 +414,8 @@ class StageData:
 
     @property
     def _task(self) -> TaskModule:
-        assert self._given_task is not None  # every stage that reads data has one
+        if self._given_task is None:  # an attribute of the Trainer was read
+            raise TaskError("this Trainer has no task yet. Pass one to trainer.fit(task, …) or trainer.test(task, …).")
         return self._given_task
 
     def train(self) -> TrainData:

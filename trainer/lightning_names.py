@@ -242,7 +242,7 @@ class LightningNames:
     )
     precision = Fact[str](lambda run: run.engine.precision.name, 'The precision\'s name, such as `"bf16-mixed"`.')
     scaler = Fact[torch.amp.GradScaler | None](
-        lambda run: run.engine.scaler, "The loss scaler of 16-bit mixed precision during a fit, or None."
+        lambda run: run.engine.scaler, "The loss scaler of float16 mixed precision during a fit, or None."
     )
 
     # Processes
@@ -364,7 +364,7 @@ class LightningNames:
     )
     enable_validation = Fact[bool](
         lambda run: run.hooks.task_or_none is not None and run.data.has_validation,
-        "True if `fit` validates: there are a validation_step, a loader and a limit above 0.",
+        "As `has_validation`. False before the first stage.",
     )
     val_check_batch = Fact[int | float | None](
         lambda run: None if run.loop.validation is None else run.loop.validation.num_batches_between,

@@ -457,9 +457,14 @@ class Trainer(LightningNames):
         *,
         is_trial: bool = False,
     ) -> Any:
-        """Check a stage, start other processes if necessary, run the stage and return its result on this process."""
+        """Check a stage, start other processes if necessary, run the stage and return its result on this process.
+
+        Sets `status`. Returns None after Ctrl-C in an interactive session.
+        """
         load = check_stage(self.settings, stage, task, sources, load)
-        before = self.run, self.verb, self.status
+        last_run = self.run
+        last_verb = self.verb
+        last_status = self.status
         run = self._begin(stage, task, sources, is_trial)
         try:
             if self.settings.selection.starts_processes and not started_by_trainer():
@@ -475,7 +480,7 @@ class Trainer(LightningNames):
             return result
         except KeyboardInterrupt:
             run.interrupted = True
-            if (self.settings.arguments.on_interrupt or ("return" if is_interactive() else "raise")) == "raise":
+            if self._raises_interrupts():
                 raise
             return None
         finally:
@@ -483,10 +488,20 @@ class Trainer(LightningNames):
             if self.status == "running":
                 self.status = "interrupted"
             if is_trial:
-                shows_search = self.status == "finished" and before[0].hooks.task_or_none is None
-                self.run, self.verb, self.status = before
-                if shows_search:
+                is_first_stage = last_run.hooks.task_or_none is None
+                if self.status == "finished" and is_first_stage:
                     self.run = self._after_search(run)
+                else:
+                    self.run = last_run
+                self.verb = last_verb
+                self.status = last_status
+
+    def _raises_interrupts(self) -> bool:
+        """Return whether a KeyboardInterrupt is raised by the stage's method. Otherwise the method returns."""
+        on_interrupt = self.settings.arguments.on_interrupt
+        if on_interrupt is None:
+            return not is_interactive()
+        return on_interrupt == "raise"
 
     def _after_search(self, searched: StageRun) -> StageRun:
         """Return a run that provides the Trainer's attributes after a search: its task, data module and loaders."""
@@ -506,6 +521,7 @@ class Trainer(LightningNames):
         self, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
     ) -> Any:
         """Run a stage in one of the processes that this Trainer uses, including this one."""
+        # The calling process has begun the stage. In another process, the Trainer was unpickled without it.
         run = self.run if self.stage is not None else self._begin(stage, task, sources, is_trial)
         with on_this_process(run, load):
             return make_loop(run).run()
@@ -610,15 +626,16 @@ class Trainer(LightningNames):
             The local folder of the checkpoint.
 
         Raises:
-            ConfigurationError: no task was trained yet, a training step is in progress, a fit ended while optimizers
+            ConfigurationError: no stage has run yet, a training step is in progress, a fit ended while optimizers
                 were stepping, or `storage_options` is given for a path.
             OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
         is_between_steps = run.engine.phase is Phase.BETWEEN_STEPS or self.stage is None
         if (run.logs.group is None and not run.is_trial) or not is_between_steps:
-            raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after it.")
-        if (why := run.contents.half_done()) is not None:
+            raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after a stage.")
+        why = run.contents.half_done()
+        if why is not None:
             raise ConfigurationError(
                 f"{filepath} cannot be written: the fit ended while {why}. Use an earlier checkpoint."
             )

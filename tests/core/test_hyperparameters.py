@@ -35,7 +35,7 @@ def test_entries_are_attributes_as_well() -> None:
     assert hparams.width == 4
     hparams.width = 5
     assert hparams["width"] == 5
-    with pytest.raises(AttributeError, match=r"'depth'; there are: width, lr"):
+    with pytest.raises(AttributeError, match=r"'depth'. Known: width, lr"):
         _ = hparams.depth
 
 

@@ -322,7 +322,7 @@ _REFUSED: dict[str, Callable[[], Any]] = {
     "no module 'thrid'. Did you mean 'third'": lambda: Fp8(skip="thrid").convert(
         [_Layers()], torch.device("cpu"), contextlib.ExitStack()
     ),
-    "Use 'fp8', or leave it out": lambda: Accelerator(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()]),
+    "Use 'fp8', or remove the handler": lambda: Accelerator(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()]),
 }
 
 

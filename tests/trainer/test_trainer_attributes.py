@@ -44,6 +44,12 @@ def test_arguments_and_the_run_can_be_read_before_a_fit() -> None:
     assert (trainer.accelerator, type(trainer.profiler).__name__) == ("cpu", "PassThroughProfiler")
 
 
+@pytest.mark.parametrize("name", ["has_validation", "num_training_batches", "train_batch_size", "task"])
+def test_what_needs_a_task_is_an_error_before_the_first_stage(name: str) -> None:
+    with pytest.raises(TaskError, match="has no task yet"):
+        getattr(quiet_trainer(), name)
+
+
 def test_the_run_can_be_read_after_a_fit() -> None:
     task, train, val = RegressionTask(), regression_loader(8), regression_loader(8)
     stages: list[Any] = []

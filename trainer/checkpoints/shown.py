@@ -16,7 +16,8 @@ class ShownCheckpoint(dict[str, Any]):
         hook: name of the hook that receives it.
         own: entries that `on_save_checkpoint` added.
         weights: initial value of `"state_dict"`. Its value after the hooks is loaded or saved.
-        read: functions that read the other entries at first access, by name.
+        read: functions that read the other entries at first access, by name. An entry of `own` with the same name
+            replaces it, and can be changed.
         advice: end of the error message for changes of read-only entries.
     """
 
@@ -70,7 +71,9 @@ class ShownCheckpoint(dict[str, Any]):
 
     def popitem(self) -> tuple[str, Any]:
         """Remove the last entry and return it with its name. An empty dict raises a KeyError."""
-        name = next(reversed(self), "")
+        if not self:
+            raise KeyError("popitem(): the checkpoint is empty")
+        name = next(reversed(self))
         return name, self.pop(name)
 
     def clear(self) -> None:
@@ -119,7 +122,7 @@ class ShownCheckpoint(dict[str, Any]):
 
     def _read_all(self) -> None:
         for name in list(self._unread):
-            self[name]
+            self[name]  # reads and stores the value
 
     def _refuse(self, name: str) -> None:
         if name in self._fixed:
@@ -139,6 +142,7 @@ class _FixedDict(dict[Any, Any]):
     def _change(self, *args: object, **entries: object) -> Any:
         self._refuse()
 
+    # All methods that change a dict.
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _change
 
     def __reduce__(self) -> tuple[type, tuple[dict[Any, Any]]]:

@@ -40,7 +40,8 @@ _TASK_HOOKS = (
     "optimizer_zero_grad",
     "lr_scheduler_step",
 )
-# Words in the names of hooks that only this stage calls.
+# Words in the names of hooks, by the stages that call these hooks. A stage calls no hook with a word that only other
+# stages have.
 _WORDS: dict[str, frozenset[str]] = {
     "fit": frozenset({"train", "training", "sanity", "fit", "val", "validation"}),
     "validate": frozenset({"val", "validation"}),
@@ -51,7 +52,7 @@ _WORDS_OF_STAGES = frozenset().union(*_WORDS.values())
 _ONLY_FIT = frozenset({"optimizer", "optimizers", "backward", "gradient", "scheduler", "items", "grad", "tokens"})
 
 
-def _no_task(task: object, stage: Stage) -> ArgumentTypeError:
+def _not_a_task_error(task: object, stage: Stage) -> ArgumentTypeError:
     check_owner(task)
     if isinstance(task, type) and issubclass(task, TaskModule):
         found = f"the class {task.__name__}. Pass an instance: {task.__name__}(…)."
@@ -89,7 +90,7 @@ def check_task(
         ConfigurationError: the task cannot run the stage.
     """
     if not isinstance(task, TaskModule):
-        raise _no_task(task, stage)
+        raise _not_a_task_error(task, stage)
     name = type(task).__name__
     if "_modules" not in vars(task):
         raise ConfigurationError(f"{name}.__init__ does not call super().__init__(). Call it first.")
@@ -174,8 +175,14 @@ def check_datamodule(datamodule: DataModule, stage: Stage) -> None:
 
 def _called_in(stage: Stage, hooks: Iterable[str]) -> list[str]:
     """Return the hooks that a stage may call."""
-    others = _WORDS_OF_STAGES - _WORDS[stage] | (frozenset() if stage == "fit" else _ONLY_FIT)
-    return [name for name in hooks if not name.startswith("__") and others.isdisjoint(name.split("_"))]
+    foreign = _WORDS_OF_STAGES - _WORDS[stage]
+    if stage != "fit":
+        foreign |= _ONLY_FIT
+    called = []
+    for name in hooks:
+        if not name.startswith("__") and foreign.isdisjoint(name.split("_")):
+            called.append(name)
+    return called
 
 
 def check_callbacks(callbacks: list[Any], stage: Stage | None = None) -> None:

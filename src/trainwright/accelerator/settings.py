@@ -53,7 +53,7 @@ _SET_LATE = (
     "activation_checkpointing",
     "state_dict_type",
 )
-# Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
+# Arguments and methods of Hugging Face's Accelerator, and their replacements.
 ELSEWHERE = {
     "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
@@ -109,8 +109,10 @@ class LoopSettings:
     @property
     def megatron(self) -> MegatronLMPlugin | None:
         """The Megatron-LM plugin, or None."""
-        found = next(iter(self.plugins.values())) if self.argument == "megatron_lm_plugin" else None
-        return cast("MegatronLMPlugin | None", found)
+        if self.argument != "megatron_lm_plugin":
+            return None
+        (plugin,) = self.plugins.values()
+        return cast("MegatronLMPlugin", plugin)
 
     @property
     def group_options(self) -> dict[str, Any]:
@@ -120,21 +122,25 @@ class LoopSettings:
     def make_scaler(self, gradients: Gradients) -> torch.amp.GradScaler | None:
         """Return the loss scaler, or None if the loss is not scaled."""
         options = {} if self.handlers.scaler is None else self.handlers.scaler.to_kwargs()
-        return gradients.make_scaler(**options) if self.precision.scaled and options.get("enabled", True) else None
+        if not self.precision.scaled or not options.get("enabled", True):
+            return None
+        return gradients.make_scaler(**options)
 
     def context_maker(self, device_type: str, *, cache: bool) -> Callable[..., AbstractContextManager[Any]] | None:
         """Return a function that creates the context of a forward, or None if no context is needed.
 
         Args:
             device_type: Device type of torch.
-            cache: Cache 16-bit copies of weights until a forward ends, unless the handlers set `cache_enabled`.
+            cache: False never caches 16-bit copies of weights until a forward ends. True leaves it to the handlers,
+                whose default is torch's: cache.
 
         Each call creates a new context, because an object of torch's autocast must not be nested in itself.
         """
         if self.precision.autocast_dtype is None:
             return None
         options = {} if self.handlers.autocast is None else self.handlers.autocast.to_dict()
-        options = options if cache else options | {"cache_enabled": False}
+        if not cache:
+            options["cache_enabled"] = False
         return partial(self.precision.autocast, device_type, **options)
 
 
@@ -181,11 +187,11 @@ def read_settings(
     select = partial(
         select_for_loop,
         cpu=cpu,
-        precision=precision if casts else parse_precision("32-true"),  # a sharded model would be cast all the same
+        precision=precision if casts else parse_precision("32-true"),  # a sharded model casts its parameters itself
         compile=dynamo.compile_options(),
         accumulate=accumulation.num_steps or 1,
     )
-    selections = [select(one) for one in choice.strategies]
+    selections = [select(one) for one in choice.strategies]  # checks all plugins; the engine starts with the first
     selection = replace(selections[0], strategy=_with_group_options(selections[0].strategy, handlers))
     warn_on_main(texts, stacklevel=4)
     return LoopSettings(
@@ -341,7 +347,8 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
         return given.precision()
     if given is not None:
         raise ConfigurationError(
-            f"kwargs_handlers holds {type(given).__name__}, but mixed_precision={name!r}. Use 'fp8', or leave it out."
+            f"kwargs_handlers holds {type(given).__name__}, but mixed_precision={name!r}. Use 'fp8', or remove the "
+            "handler."
         )
     if name is None:
         name = "no"
@@ -365,7 +372,7 @@ def forget_precision(accelerator: object) -> None:
 
 
 def compare_precision(accelerator: object, precision: str, *, warns: bool) -> None:
-    """Warn if another Accelerator of this process has another precision."""
+    """Record an Accelerator's precision. With `warns`, warn if another one of this process has another precision."""
     others = set(_living.values()) - {precision}
     _living[accelerator] = precision
     if others and warns:

@@ -22,7 +22,7 @@ def data(argv: Sequence[str]) -> int:
         help="'bytes', a tokenizer.json, a folder with one, a name on the hub, or package.module:function",
     )
     write.add_argument("--output", required=True, metavar="NAME", help="writes NAME.bin, NAME.idx and NAME.json")
-    write.add_argument("--key", default="text", help="of the text in a line of .jsonl (default: text)")
+    write.add_argument("--key", default="text", help="key of the text in each line of a .jsonl file (default: text)")
     write.add_argument(
         "--documents",
         choices=("line", "blank-line", "file"),
@@ -30,8 +30,12 @@ def data(argv: Sequence[str]) -> int:
         help="what ends a document of a text file (default: blank-line)",
     )
     write.add_argument("--eod", metavar="TOKEN", help="ends documents: its text or number (default: the tokenizer's)")
-    write.add_argument("--vocab-size", type=int, metavar="N", help="of a function, with its special tokens")
-    write.add_argument("--processes", type=int, default=1, metavar="N", help="that tokenize (default: 1)")
+    write.add_argument(
+        "--vocab-size", type=int, metavar="N", help="vocabulary size of a tokenizer function, with its special tokens"
+    )
+    write.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="number of processes that tokenize (default: 1)"
+    )
     show = commands.add_parser("show", help="print what a file of tokens holds", allow_abbrev=False)
     show.add_argument("file", metavar="NAME", help="with or without its ending")
     show.add_argument("--document", type=int, metavar="N", help="print the tokens of this document, from 0")

@@ -38,7 +38,7 @@ class Hyperparameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyper-parameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            raise AttributeError(f"no hyper-parameter {name!r}. Known: {', '.join(self) or 'none'}") from None
 
     def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
@@ -142,11 +142,11 @@ class HyperparametersMixin:
             frame: the stack frame of `__init__`. Default: None, the frame of the caller.
             logger: also pass hyper-parameters to the loggers when training starts. Default: True.
 
-        Checkpoints save numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists,
-        tuples, dicts, and containers of OmegaConf with their interpolations resolved. Other values (a module, a
-        tensor, a function), and values that would be restored as another type (a named tuple), are in `self.hparams`,
-        but omitted from checkpoints and loggers with a warning. `load_from_checkpoint` requires them, unless they are
-        defaults of `__init__`.
+        Checkpoints save numbers (also of NumPy), text, paths, dates without a time, dtypes, devices, enumerations,
+        sets, lists, tuples, dicts, and containers of OmegaConf with their interpolations resolved. Other values (a
+        module, a tensor, a function), and values that would be restored as another type (a named tuple), are in
+        `self.hparams`, but omitted from checkpoints and loggers with a warning. `load_from_checkpoint` requires them,
+        unless they are defaults of `__init__`.
 
         Raises:
             ConfigurationError: a name in `args` is not an argument of `__init__`.
@@ -221,7 +221,7 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
     if not dataclasses.is_dataclass(obj):
         return found
     for field in dataclasses.fields(obj):
-        # If the default factory made the value, the argument is only a marker of the dataclass.
+        # If the default factory made the value, the argument is the dataclass's placeholder: read the attribute.
         if field.name in found and field.default_factory is not dataclasses.MISSING:
             found[field.name] = getattr(obj, field.name)
     return found
@@ -377,8 +377,11 @@ def _reason(value: Any, path: str) -> str | None:
         odd = next((key for key in value if type(key) is not str), None)
         if odd is not None:
             return f"{path} has the key {odd!r}, and keys must be text"
-        reasons = (_reason(item, f"{path}.{key}") for key, item in value.items())
-        return next((reason for reason in reasons if reason is not None), None)
+        for key, item in value.items():
+            reason = _reason(item, f"{path}.{key}")
+            if reason is not None:
+                return reason
+        return None
     try:
         data = config_as_data(value)
     except Exception as error:  # noqa: BLE001 - an interpolation may call any function

@@ -36,13 +36,20 @@ PARTS = {
     "resume": "Train without interruption until it is repaired: a resumed run would differ.",
 }
 _STOP_ADVICE = "Read the output of that rank above: its error, or its position. Look at its machine and its memory."
-_FLAGS = {"config_file": True, "run_folder": True, "json": False}  # besides options; True: with a value
+_FLAGS = {"config_file": True, "run_folder": True, "json": False}  # flags of this command → whether they have a value
 _MODULE = "trainwright.launch.check_processes"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Row of the result: part of the check, `"pass"`, `"fail"` or `"skipped"`, figures or error, advice."""
+    """Row of the result.
+
+    Attributes:
+        part: the part of the check, a key of `PARTS`.
+        result: `"pass"`, `"fail"` or `"skipped"`.
+        found: figures, or the error.
+        advice: what to do after a failure.
+    """
 
     part: str
     result: str
@@ -59,28 +66,32 @@ def failed(part: str, found: str) -> Finding:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Check that processes with these options can train. Return 0 if all parts pass or are skipped, otherwise 1."""
+    """Check that processes with these options can train. Return 0 if all parts pass or are skipped, otherwise 1.
+
+    Raises:
+        ConfigurationError: An option is not valid.
+    """
     if {"-h", "--help"} & set(argv):
         print(_help())
         return 0
-    flags, further, rest = split(argv, "check", _FLAGS)
+    flags, own_flags, rest = split(argv, "check", _FLAGS)
     if rest:
         raise ConfigurationError(f"trainwright check takes options only, not {rest[0]!r}. It runs a script of its own.")
-    config, notes = read_config(flags, further.get("config_file"))
+    config, notes = read_config(flags, own_flags.get("config_file"))
     check_options(config)
     if config.engine is not None:
         raise ConfigurationError(f"trainwright check starts its processes itself. Remove --{config.engine}.")
     check_packages(config)
-    if (config.num_machines or 1) > 1 and "run_folder" not in further:
+    if (config.num_machines or 1) > 1 and "run_folder" not in own_flags:
         raise ConfigurationError("several machines need --run_folder with a folder that all of them share.")
     for note in notes:
         print(f"trainwright check: {note}", file=sys.stderr)
     start_s = time.monotonic()
     config = replace(config, max_restarts=None)  # the first failure is the result
     with tempfile.TemporaryDirectory(prefix="trainwright-check-", ignore_cleanup_errors=True) as temporary:
-        rows = _run(config, further.get("run_folder", temporary), Path(temporary))
+        rows = _run(config, own_flags.get("run_folder", temporary), Path(temporary))
     results = [row.result for row in rows]
-    if "json" in further:
+    if "json" in own_flags:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print(table(rows))
@@ -111,7 +122,7 @@ def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding
 
 
 def _read(results: Path) -> list[Finding]:
-    """Return the rows of the process that wrote the most rows. A process that hangs writes no further rows."""
+    """Return the rows of the process that wrote the most rows. A process that hangs writes no own_flags rows."""
     lines_by_process = [file.read_text().splitlines() for file in sorted(results.glob("*.jsonl"))]
     longest = max(lines_by_process, key=len, default=[])
     return [Finding(**json.loads(line)) for line in longest]

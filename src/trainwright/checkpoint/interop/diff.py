@@ -57,7 +57,7 @@ class CheckpointDifference:
         only_right: paths that only the right checkpoint has.
         tensors: tensors that differ, in the order of the left checkpoint.
         values: other values that differ, including values of the manifests except times of writing and hashes.
-        num_tensors: number of compared tensors.
+        num_tensors: number of compared tensors, without those in files with equal hashes.
     """
 
     only_left: list[str] = field(default_factory=list)
