@@ -54,7 +54,8 @@ class FitLoop:
         run = self._run
         self._agreement.begin(run.state.step)
         self._log_every.align(run.state)
-        run.loop.validation = run.loop.group_end = None
+        run.loop.validation = None  # created again at its next use
+        run.loop.group_end = None
         run.saves.prepare(run.recovery.preemption.write_deadline_s)
 
     def run(self) -> None:
@@ -64,8 +65,10 @@ class FitLoop:
         self._start()
         run.loop.clock = time.perf_counter()
         self._agree()
-        if self._is_over() and (by := self._end.reached_by(run.state, run.data.train().num_batches)):
-            run.hooks.print(f"trainwright: nothing is left to train: {by}. Increase it to continue.")
+        if self._is_over():
+            limits = self._end.reached_by(run.state, run.data.train().num_batches)
+            if limits:
+                run.hooks.print(f"trainwright: nothing is left to train: {limits}. Increase it to continue.")
         while not self._is_over():
             try:
                 self._epoch()
@@ -273,12 +276,10 @@ class FitLoop:
         state.batches += n
         state.batch_in_epoch += n
         samples = group.num_samples
-        if samples is None:
-            samples = (
-                batch_size(group.batches[0])
-                if n == 1 and self._is_alone
-                else count_samples(group, run.engine, exact=self._samples_decide)
-            )
+        if samples is None and n == 1 and self._is_alone:
+            samples = batch_size(group.batches[0])
+        elif samples is None:
+            samples = count_samples(group, run.engine, exact=self._samples_decide)
         state.samples += samples
         state.samples_in_epoch += samples
         if run.loop.count_tokens:
@@ -373,7 +374,8 @@ class FitLoop:
         run = self._run
         if run.loop.stop_agreed == Stop.NOT:
             return False
-        if not (may_stop := self._end.may_stop_early(run.state)):
+        may_stop = self._end.may_stop_early(run.state)
+        if not may_stop:
             run.logs.warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
         return may_stop
 
@@ -381,5 +383,7 @@ class FitLoop:
 def _metrics_of_step(run: StageRun) -> Mapping[str, float]:
     """Return the latest metrics of rank 0, so that metric-based schedules set the same rate on all ranks."""
     run.logs.show_pending()
-    found = dict(run.logs.shown.callback)
-    return found if run.logs.exchange is None else dict(run.broadcast(found))
+    metrics = dict(run.logs.shown.callback)
+    if run.logs.exchange is None:
+        return metrics
+    return dict(run.broadcast(metrics))
