@@ -77,13 +77,13 @@ over all ranks (0-dim)."""
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """What a loop uses instead of a model.
+    """Objects that a loop uses instead of a model.
 
     Attributes:
-        call: What is called in training: the model, a wrapper of it, or a function.
+        call: Callable of the training: the model, a wrapper of it, or a function.
         attributes: Object whose attributes a user reads: the model, or a library's wrapper of it.
-        evaluate: What a Trainer's evaluation calls. None: the methods of the model itself.
-        run_group: Runs the micro-batches of an optimizer step together. None: they run separately.
+        evaluate: Callable of a Trainer's evaluation. None selects the methods of the model itself.
+        run_group: Runs the micro-batches of an optimizer step together. None if they run separately.
     """
 
     call: Callable[..., Any]
@@ -93,13 +93,13 @@ class PreparedModel:
 
     @classmethod
     def unchanged(cls, model: nn.Module) -> PreparedModel:
-        """Return what a loop uses instead of a model that no engine wraps: the model itself."""
+        """Return the entry of a model that no engine wraps."""
         return cls(call=model, attributes=model)
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a loop uses instead of its models and optimizers.
+    """Objects that a loop uses instead of its models and optimizers.
 
     Attributes:
         models: One entry for each model.
@@ -111,10 +111,12 @@ class Prepared:
 
 
 def made(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers that are passed to `Engine.prepare`. Creates them if a function is passed."""
+    """Return the optimizers that are passed to `Engine.prepare`. Create them if a function is passed."""
     if optimizers is None:
         return []
-    return optimizers() if callable(optimizers) else list(optimizers)
+    if callable(optimizers):
+        return optimizers()
+    return list(optimizers)
 
 
 class Engine(LightningMembers):
@@ -166,7 +168,7 @@ class Engine(LightningMembers):
         self.sequences: SplitSequences | None = None
         self.when_configured: Callable[[], None] | None = None
         self.when_built: Callable[[], None] | None = None
-        # The engine's way to run a step, `call(name, *args)`; None: the task's own method is called.
+        # `call(name, *args)` runs a step in the engine. None calls the task's method.
         self._training_call: Callable[..., Any] | None = None
         self._eval_call: Callable[..., Any] | None = None
         self._context: AbstractContextManager[Any] | None = None
@@ -186,7 +188,7 @@ class Engine(LightningMembers):
         kind = self.settings.device_type
         if kind == "cpu":
             self.device = torch.device("cpu")
-            keep_freed_memory(True)
+            keep_freed_memory(True)  # until `close`
         elif kind == "xla":
             self.device = torch.device("xla", 0)  # a process sees one XLA device, and there is no current device
         else:
@@ -204,14 +206,14 @@ class Engine(LightningMembers):
     # Model and optimizers
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
-        """Prepare models and optimizers, and return what a loop uses instead of them. Collective.
+        """Prepare models and optimizers, and return the objects that a loop uses instead of them. Collective.
 
         A user-written loop may prepare its models and optimizers in several calls.
 
         Args:
             models: Models that were not prepared before. They are changed in place and moved to the device.
             optimizers: All optimizers of the loop so far. If a parameter is replaced, the optimizers and their states
-                refer to the new parameter. Or a function that creates them once the parameters are final. None:
+                refer to the new parameter. Or a function that creates them once the parameters are final. None if
                 nothing is trained.
             plan: Properties of the training, as far as they are known.
             roots: For a Trainer: modules around the models, which its steps call. Default: none, for a user-written
@@ -225,7 +227,7 @@ class Engine(LightningMembers):
         return Prepared([PreparedModel.unchanged(model) for model in models], made(optimizers))
 
     def prepare_task(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        """Build a Trainer's model, prepare it, and set what the steps use. Collective.
+        """Build a Trainer's model, prepare it, and set the attributes that the steps use. Collective.
 
         Args:
             task: The task. Its `configure_model` is called. It is converted in place and moved to the device.
@@ -238,6 +240,7 @@ class Engine(LightningMembers):
             self.when_built()
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
+        # Before `prepare`, which may shard the converted layers and create the optimizers of their parameters.
         self.precision.convert([task], self.device, self.conversions)
         root = StepModule(task)
         prepared = self.prepare([task], make_optimizers, plan, [root])
@@ -264,16 +267,23 @@ class Engine(LightningMembers):
 
     def _make_scaler(self) -> torch.amp.GradScaler | None:
         """Return the loss scaler of a Trainer, or None."""
-        return self.gradients.make_scaler() if self.precision.scaled else None
+        if not self.precision.scaled:
+            return None
+        return self.gradients.make_scaler()
 
     def _set_calls(self, model: PreparedModel, root: StepModule) -> None:
-        """Set what a Trainer's steps call."""
+        """Set the functions that a Trainer's steps call."""
         self._training_call = None if model.call is self.task else model.call
         self._eval_call = model.evaluate
-        if self.settings.compile_options is not None:
-            compiled = self._compile(root)
-            self._training_call = compiled if self._training_call is None else self._compile(self._training_call)
-            self._eval_call = self._eval_call or compiled
+        if self.settings.compile_options is None:
+            return
+        compiled = self._compile(root)
+        if self._training_call is None:
+            self._training_call = compiled
+        else:
+            self._training_call = self._compile(self._training_call)
+        if self._eval_call is None:
+            self._eval_call = compiled
 
     def make_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
@@ -338,9 +348,12 @@ class Engine(LightningMembers):
 
     def make_step(self, parts: StepParts) -> Step:
         """Return the step of the task."""
-        return AutomaticStep(parts) if self.task.automatic_optimization else ManualStep(parts)
+        if self.task.automatic_optimization:
+            return AutomaticStep(parts)
+        return ManualStep(parts)
 
     def _drop_step(self) -> None:
+        """Close the step, and remove the attribute `step`."""
         step: Step | None = vars(self).pop("step", None)
         if step is not None:
             step.close()
@@ -404,17 +417,18 @@ class Engine(LightningMembers):
         """
         if not self.capabilities.trials:
             raise ConfigurationError(f"a search {REFUSALS['trials'].format(strategy=type(self.strategy).__name__)}")
-        scaler = copy = self.scaler
+        scaler = self.scaler
+        trial_scaler = None
         if scaler is not None:
-            copy = self.gradients.make_scaler()
-            copy.load_state_dict(scaler.state_dict())
+            trial_scaler = self.gradients.make_scaler()
+            trial_scaler.load_state_dict(scaler.state_dict())
         if alone and self.processes.world_size > 1:
             with self._alone() as single:
-                single.scaler = copy
+                single.scaler = trial_scaler
                 yield single
                 single.step.discard_gradients()
             return
-        self.scaler = copy
+        self.scaler = trial_scaler
         try:
             yield self
             self.step.discard_gradients()
@@ -439,7 +453,9 @@ class Engine(LightningMembers):
         single._context = self._context
         single.state = FullState(self.task, self.optimizers, self.device, is_main=self.is_main)
         if self.settings.compile_options is not None:
-            single._training_call = single._eval_call = single._compile(StepModule(self.task))
+            compiled = single._compile(StepModule(self.task))
+            single._training_call = compiled
+            single._eval_call = compiled
         yield single
         single._drop_step()
 
@@ -471,10 +487,11 @@ class Engine(LightningMembers):
         options = self.settings.compile_options
         if options is None or is_compiled_module(model) or not isinstance(prepared, nn.Module):
             return prepared
-        blocks = repeated_blocks(model) if self.settings.compile_blocks else []
-        compile_blocks(blocks, options)
-        if blocks:
-            return prepared
+        if self.settings.compile_blocks:
+            blocks = repeated_blocks(model)
+            compile_blocks(blocks, options)
+            if blocks:
+                return prepared
         compiled: Callable[..., Any] = torch.compile(prepared, **options)
         return compiled
 
@@ -521,7 +538,9 @@ class Engine(LightningMembers):
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return a function that copies a batch to the device asynchronously. None if batches stay on the host."""
-        return None if self.device.type == "cpu" else partial(move, device=self.device)
+        if self.device.type == "cpu":
+            return None
+        return partial(move, device=self.device)
 
     # The end
 
@@ -537,7 +556,8 @@ class Engine(LightningMembers):
         if task is not None:
             vars(task).pop("log", None)
         self._drop_step()
-        self._training_call = self._eval_call = None
+        self._training_call = None
+        self._eval_call = None
         self.conversions.close()
         self.processes.close()
         if self.settings.device_type == "cpu":

@@ -73,8 +73,9 @@ class LoopGradients:
         """
         if self.unit is None:
             counts = self.ranks.gather_integers([int(count)])
+            largest = max(1, *(row[0] for row in counts))
             # A power of two near the first count. A division by it is exact.
-            self.unit = 2.0 ** round(math.log2(max(1, *(row[0] for row in counts))))
+            self.unit = 2.0 ** round(math.log2(largest))
         return self.unit
 
     def warn_of_no_items(self) -> None:
@@ -92,23 +93,25 @@ class LoopGradients:
 class StepGroup:
     """The micro-batches of one optimizer step of some models.
 
-    Losses before the last micro-batch are divided by the divisor that the group will probably have. The last
-    micro-batch knows the right divisor. If it differs, because the group is short or a rank had padding, or because
-    losses are weighed by items, the accumulated gradients are multiplied by the ratio.
+    Losses before the last micro-batch are divided by the expected divisor of the group. The right divisor is known in
+    the last micro-batch. If it differs, because the group is short or a rank had padding, or because losses are weighed
+    by items, the accumulated gradients are multiplied by the ratio. For example, the data end after 3 of 4
+    micro-batches, and the loss is the mean over micro-batches: the first two losses were divided by 4, so that their
+    gradients are multiplied by 4/3.
 
     Args:
         models: The models. `()`: all models.
         loop: See `LoopGradients`.
 
     Attributes:
-        position: Number of the present micro-batch in the group (1-based).
-        is_complete: An optimizer step follows the present micro-batch.
+        position: Number of the current micro-batch in the group (1-based).
+        is_complete: An optimizer step follows the current micro-batch.
         has_failed: The last micro-batch raised an error, so that no optimizer step followed.
         is_short: The group is complete, because its loader has ended, with fewer micro-batches than usual.
         num_losses: Number of losses that were weighed since the last optimizer step.
-        lacks_backward: The present micro-batch is the last one, and only earlier ones have run a backward so far.
-        micro_batch: What the loader knows about the present micro-batch.
-        factor_after_backward: Factor for the gradients after the last backward. None: they are right.
+        lacks_backward: The current micro-batch is the last one, and only earlier ones have run a backward so far.
+        micro_batch: The loader's information about the current micro-batch.
+        factor_after_backward: Factor for the gradients after the last backward. None if they need no correction.
     """
 
     def __init__(self, models: Sequence[nn.Module], loop: LoopGradients) -> None:
@@ -149,7 +152,7 @@ class StepGroup:
         """Begin the next micro-batch of the group, or the first one of the next group.
 
         Args:
-            reading: The pass to which the micro-batch belongs. None: it does not come from a prepared loader.
+            reading: The pass to which the micro-batch belongs. None if it does not come from a prepared loader.
             num_steps: Micro-batches of a group.
             ends_with_data: The last micro-batch of a pass completes a short group.
             is_mean: Divide losses by the number of micro-batches in a short group instead of by `num_steps`.
@@ -183,7 +186,7 @@ class StepGroup:
         if self.position == 1:
             self._divisor = num_steps
             if is_mean and ends_with_data and reading is not None:
-                self._divisor = self._foreseen_divisor(reading)
+                self._divisor = self._expected_divisor(reading)
         is_full = self.position >= num_steps
         self.is_complete = is_last or is_full
         self.is_short = is_last and not is_full
@@ -193,7 +196,8 @@ class StepGroup:
         """Begin a group of one micro-batch, whose loss is divided by `num_steps` nevertheless."""
         self.reset()
         self.position = 1
-        self._num_steps = self._divisor = num_steps
+        self._num_steps = num_steps
+        self._divisor = num_steps
         self._is_mean = False
         self.micro_batch = micro_batch
         self._count_missing(micro_batch)
@@ -206,7 +210,7 @@ class StepGroup:
         self._count_missing(micro_batch)
 
     def reset(self) -> None:
-        """Forget the micro-batches of the group."""
+        """Discard the micro-batches of the group. The next one is the first of a group."""
         self.position = 0
         self.is_complete = True
         self.has_failed = False
@@ -218,21 +222,23 @@ class StepGroup:
         self.factor_after_backward = None
 
     def drop_sums(self) -> None:
-        """Forget the losses of earlier micro-batches, because their gradients were freed."""
+        """Discard the losses of earlier micro-batches, because their gradients were freed."""
         self.num_losses = 0
         self.lacks_backward = False
         self._has_sums = False
         self._num_items = None
 
     def _count_missing(self, micro_batch: MicroBatch) -> None:
+        """Count the padding of a round: of this rank alone, or of all ranks if gradients are averaged."""
         if not self._loop.gradients.averaged:
             self._num_missing += micro_batch.is_padding
         elif micro_batch.num_real is not None:
             self._num_missing += self._loop.num_readers - micro_batch.num_real
 
-    def _foreseen_divisor(self, reading: Pass) -> float:
+    def _expected_divisor(self, reading: Pass) -> float:
+        """Return the number of micro-batches in the group whose first one has begun."""
         num_left = self.habit.num_left(reading, self._num_steps)
-        if num_left is None:
+        if num_left is None:  # the length of the data is unknown
             return self._num_steps
         return min(self._num_steps, 1 + num_left)
 
@@ -242,6 +248,7 @@ class StepGroup:
         divisor = self.position if self._is_mean else self._num_steps
         if not self._num_missing:
             return divisor
+        # 4 ranks with 2 micro-batches each, of which 2 are padding: the mean over 6 losses, not over 8.
         num_all = self._loop.num_readers * self.position
         return divisor * max(num_all - self._num_missing, 1) / num_all
 
@@ -262,7 +269,9 @@ class StepGroup:
                 divisor = final
         if self.micro_batch.is_padding:
             return loss * 0.0
-        return loss if divisor == 1 else loss / divisor
+        if divisor == 1:
+            return loss
+        return loss / divisor
 
     def refuse_plain(self) -> None:
         """Raise a TaskError if an earlier micro-batch of the group has counted items."""
@@ -330,15 +339,23 @@ class StepGroup:
 
     def _shares(self, count: Any, total: Any, unit: float, loss: torch.Tensor) -> tuple[Any, Any]:
         """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
-        loop, world = self._loop, self._loop.num_averaged  # ranks average their gradients
-        if world == 1 and not isinstance(total, torch.Tensor):
+        loop = self._loop
+        num_ranks = loop.num_averaged
+        if num_ranks == 1 and not isinstance(total, torch.Tensor):
             if total == 0:
                 loop.warn_of_no_items()
-            return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
-        of_loss, of_group = stack_counts([count, total], loop.device).unbind()
-        of_all = of_group if world == 1 else loop.ranks.sum(of_group.clone())
+            divisor = max(total, 1)  # a step without any item has a gradient of zero
+            return count / divisor, unit / divisor
+        # On the device, so that the host does not wait for counts.
+        items_of_loss, items_of_group = stack_counts([count, total], loop.device).unbind()
+        items_of_ranks = items_of_group
+        if num_ranks > 1:
+            items_of_ranks = loop.ranks.sum(items_of_group.clone())
         dtype = _dtype_of_weights(loss)
-        return item_weights(of_loss, of_all, world, dtype), item_weights(unit, of_all, world, dtype)
+        # Times the number of ranks, because backward averages gradients over them.
+        weight = item_weights(items_of_loss, items_of_ranks, num_ranks, dtype)
+        factor_of_sums = item_weights(unit, items_of_ranks, num_ranks, dtype)
+        return weight, factor_of_sums
 
 
 class StepGroups:
@@ -353,7 +370,7 @@ class StepGroups:
 
     Attributes:
         num_steps: Micro-batches of a group. May be changed.
-        sync_gradients: An optimizer step follows the present micro-batch.
+        sync_gradients: An optimizer step follows the current micro-batch.
         has_set_sync: `set_sync_gradients` was called.
     """
 
@@ -377,13 +394,15 @@ class StepGroups:
         self._current: StepGroup | None = None  # of the newest block
         self._is_inside = False  # a block
         self._outer: list[StepGroup | None] = []  # groups of the blocks around the newest one
+        # The pass and its number of delivered batches when the newest block began.
         self._delivered_at_block: tuple[Pass | None, int] = (None, 0)
         self._alone = StepGroup((), loop)  # of backwards in a loop without blocks
         self._weighing = self._alone  # the group of the newest loss
         self._passes: list[Pass] = []  # the innermost one is the last
         self._ended: Pass | None = None  # the newest training pass, if it was read to its end
         self.has_set_sync = False
-        self._begins_own_group = True  # the next micro-batch of a loop that has called `set_sync_gradients`
+        # The next micro-batch of a loop that has called `set_sync_gradients` is the first one of a group.
+        self._begins_own_group = True
 
     # Passes over loaders
 
@@ -394,25 +413,25 @@ class StepGroups:
 
     def begin_pass(self, reading: Pass) -> None:
         """Record that a loader is being read, until `end_pass`."""
-        self._rest()
+        self._synchronize_between_passes()
         self._passes.append(reading)
         if reading.trains:
             self._ended = None
 
     def end_pass(self, reading: Pass) -> None:
         """Record the end of a pass, complete or not."""
-        self._passes = [one for one in self._passes if one is not reading]
+        self._passes = [other for other in self._passes if other is not reading]
         if reading.is_exhausted and reading.trains:
             self._ended = reading
-        self._rest()
+        self._synchronize_between_passes()
 
-    def _rest(self) -> None:
+    def _synchronize_between_passes(self) -> None:
         if not self._passes:  # a pass that ended within a group does not delay the steps of the next loop
             self.sync_gradients = True
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """What the loader knows about the micro-batch of the newest block, or about a batch that was received since."""
+        """Information about the micro-batch of the newest block, or about a batch that was received since."""
         reading = self.reading
         if reading is None:
             return FULL
@@ -423,7 +442,7 @@ class StepGroups:
     # Micro-batches
 
     def begin(self, models: Sequence[nn.Module]) -> None:
-        """Begin the block of a micro-batch, which trains `models` (empty: all models). `end` must follow.
+        """Begin the block of a micro-batch, which trains `models` (all models if it is empty). `end` must follow.
 
         If the last micro-batch of a group raised an error, the gradients of its group are freed with a warning when the
         next group begins.
@@ -433,27 +452,32 @@ class StepGroups:
         key = tuple(map(id, models))
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = StepGroup(models, self._loop)
+            group = StepGroup(models, self._loop)
+            self._groups[key] = group
         self._current = group
         self._is_inside = True
         if group.has_failed:
             self._free(group)
+        reading = self._passes[-1] if self._passes else self._pass_before(group)
         group.begin(
-            self._passes[-1] if self._passes else self._pass_before(group),
+            reading,
             self.num_steps,
             ends_with_data=self.ends_with_data,
             is_mean=self.short_group == "mean",
         )
         self.sync_gradients = group.is_complete
         if self._passes:
-            self._delivered_at_block = self._passes[-1], self._passes[-1].num_delivered
+            innermost = self._passes[-1]
+            self._delivered_at_block = (innermost, innermost.num_delivered)
 
     def end(self, *, has_failed: bool) -> None:
-        """End the block of a micro-batch. `has_failed`: it has raised an error."""
+        """End the block of a micro-batch. `has_failed` is True if the block has raised an error."""
         if has_failed and self._current is not None:
+            # After an error in an earlier micro-batch, the group continues.
             self._current.has_failed = self._current.is_complete
         if self._outer:
-            self._current = outer = self._outer.pop()
+            outer = self._outer.pop()
+            self._current = outer
             if outer is not None:
                 self.sync_gradients = outer.is_complete
         else:
@@ -467,6 +491,7 @@ class StepGroups:
         return None
 
     def _free(self, group: StepGroup) -> None:
+        """Free the gradients of a failed group, with a warning if there are any."""
         num_micro_batches = group.position
         group.reset()
         if self._loop.gradients.free(self._loop.parameters(group.models)):
@@ -478,10 +503,10 @@ class StepGroups:
             )
 
     def discard_open(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Free gradients that are not in `grad`, and let their next micro-batch start a new group.
+        """Free gradients that are not in `grad`. Their next micro-batch starts a new group.
 
-        While a loader is read, the group of the newest micro-batch continues, without the losses before it. Its
-        gradients are only looked for if there may be some, because this is called in every step.
+        While a loader is read, the group of the newest micro-batch continues, without the losses before it. The method
+        searches for its gradients only if there may be some, because it is called in every step.
         """
         if self._passes:
             group = self._current
@@ -497,7 +522,7 @@ class StepGroups:
                 group.reset()
 
     def drop_open(self) -> None:
-        """Free the gradients of all groups that no optimizer step has used, and let the next micro-batch start anew."""
+        """Free the gradients of all groups that no optimizer step has used. The next micro-batch starts a new group."""
         for group in self._groups.values():
             if group.is_open:
                 self._loop.gradients.free(self._loop.parameters(group.models))
@@ -524,12 +549,12 @@ class StepGroups:
                 )
 
     def num_held(self, reading: Pass) -> int:
-        """Return how many of the newest batches of a pass the loop holds: it has received them, but not begun them.
+        """Return the number of batches that the loop has received in a pass, but not begun to train.
 
         0 in a loop that begins no micro-batches of this loader in blocks.
         """
-        held = [group.habit.num_held(reading) for group in self._groups.values()]
-        return min((number for number in held if number is not None), default=0)
+        numbers = [group.habit.num_held(reading) for group in self._groups.values()]
+        return min((number for number in numbers if number is not None), default=0)
 
     def refuse_open(self) -> None:
         """Raise an error before a save if a group is not complete, because its gradients are not saved.
@@ -548,7 +573,7 @@ class StepGroups:
     # Groups that the loop determines itself
 
     def set_sync_gradients(self, value: bool) -> None:
-        """Set whether an optimizer step follows the present micro-batch. Overrides the blocks.
+        """Set whether an optimizer step follows the current micro-batch. Overrides the blocks.
 
         From then on, losses are not divided. A loop that determines its groups must weigh the losses, and may read
         several batches before the first backward.
@@ -563,7 +588,7 @@ class StepGroups:
 
     @property
     def averages_now(self) -> bool:
-        """True if the backward of the present micro-batch averages gradients over ranks."""
+        """True if the backward of the current micro-batch averages gradients over ranks."""
         return self.sync_gradients or self._loop.averages_each
 
     # Weights
@@ -583,14 +608,14 @@ class StepGroups:
             return group.weigh(loss, num_items)
         if self.has_set_sync:
             group.refuse_plain()
-            return loss  # who determines the groups also weighs their losses
+            return loss  # a loop that determines its groups also weighs their losses
         if group.is_short and self.warns:
             self._warn_of_short_group(group.position)
         return group.divide(loss)
 
     @property
     def _is_plain(self) -> bool:
-        """True if each batch is a group, and the present one is not padding: the usual loop, which must be fast."""
+        """True if each batch is a group, and the current one is not padding: the usual loop, which must be fast."""
         if self.num_steps > 1 or self._current is not None or self.has_set_sync:
             return False
         return not self._passes or self._passes[-1].batch() is FULL
@@ -605,7 +630,8 @@ class StepGroups:
             self._alone.begin_alone(self.micro_batch, self.num_steps)
         else:
             self._alone.continue_alone(self.micro_batch)
-        self._alone.is_complete = self._begins_own_group = self.sync_gradients
+        self._alone.is_complete = self.sync_gradients
+        self._begins_own_group = self.sync_gradients
         return self._alone
 
     @property
@@ -677,11 +703,15 @@ class MicroBatchBlock:
 
 
 def _checked(num_items: object) -> Any:
-    if isinstance(num_items, torch.Tensor) and num_items.numel() == 1 and num_items.dtype is not torch.bool:
-        return num_items.detach()
-    if isinstance(num_items, (int, float)) and not isinstance(num_items, bool) and 0 <= num_items < math.inf:
+    """Return a count of items, which may be a tensor with one element."""
+    if isinstance(num_items, torch.Tensor):
+        if num_items.numel() == 1 and num_items.dtype is not torch.bool:
+            return num_items.detach()
+        got = f"a tensor of shape {tuple(num_items.shape)}"
+    elif isinstance(num_items, (int, float)) and not isinstance(num_items, bool) and 0 <= num_items < math.inf:
         return num_items
-    got = f"a tensor of shape {tuple(num_items.shape)}" if isinstance(num_items, torch.Tensor) else repr(num_items)
+    else:
+        got = repr(num_items)
     raise TaskError(
         f"num_items={got}: expected the number of items that the loss is the mean over (tokens, samples), of at least "
         "0, as a number or a tensor of one element."
@@ -696,8 +726,8 @@ def _as_factor(count: float | torch.Tensor, unit: float, loss: torch.Tensor) -> 
     """Return `count / unit`, without waiting for the device of a count."""
     if not isinstance(count, torch.Tensor):
         return count / unit
-    beside = properties(loss.device.type).copies_beside
-    moved = count.to(device=loss.device, dtype=_dtype_of_weights(loss), non_blocking=beside)
+    is_asynchronous = properties(loss.device.type).copies_beside
+    moved = count.to(device=loss.device, dtype=_dtype_of_weights(loss), non_blocking=is_asynchronous)
     return moved.reshape(()) / unit
 
 

@@ -212,7 +212,7 @@ class FullState:
     def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         if not is_sharded(tensor):
             return tensor
-        from trainwright.strategies.shards import gather_full
+        from trainwright.strategies.shards import gather_full  # imports DTensor
 
         return gather_full(tensor, self._device, keep=keep)
 
@@ -282,12 +282,14 @@ class JointState(FullState):
 
 def _changes_names(module: nn.Module) -> bool:
     """Return whether a part of a module may convert names or shapes of weights while it loads them."""
-    return any(
-        part._load_state_dict_pre_hooks
-        or type(part).load_state_dict is not nn.Module.load_state_dict
-        or type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-        for part in module.modules()
-    )
+    for part in module.modules():
+        overrides_loading = (
+            type(part).load_state_dict is not nn.Module.load_state_dict
+            or type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+        )
+        if overrides_loading or part._load_state_dict_pre_hooks:
+            return True
+    return False
 
 
 def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> dict[str, Any]:
@@ -298,7 +300,8 @@ def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> di
 
     groups = []
     for group in state["groups"]:
-        groups.append({**group, "params": [renamed(name) for name in group["params"]]})
+        names = [renamed(name) for name in group["params"]]
+        groups.append({**group, "params": names})
     by_parameter = {renamed(name): value for name, value in state["state"].items()}
     return {**state, "groups": groups, "state": by_parameter}
 
@@ -308,7 +311,7 @@ def shard_like(value: object, like: object) -> Any:
     if not isinstance(value, torch.Tensor) or not is_sharded(like):
         return value
     # The state of a sharded parameter also holds values that are not sharded, such as Adam's number of steps.
-    if value.shape != like.shape or not like.dim():
+    if value.shape != like.shape or like.dim() == 0:
         return value
     from trainwright.strategies.shards import shard_like  # imports DTensor
 
@@ -321,7 +324,7 @@ def state_dict_type_name(value: object) -> str:
     Raises:
         ConfigurationError: The name is unknown.
     """
-    word = str(getattr(value, "name", value)).lower()  # of torch's enum
+    word = str(getattr(value, "name", value)).lower()  # torch's enum has a name
     for name, synonyms in _STATE_DICT_TYPES.items():
         if word in synonyms:
             return name

@@ -55,8 +55,9 @@ class _StrategyType(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         # `trainer.strategy` is an engine. Programs written for Lightning check it: isinstance(…, DDPStrategy).
-        described = instance.strategy if isinstance(instance, Engine) else instance
-        return super().__instancecheck__(described)
+        if isinstance(instance, Engine):
+            instance = instance.strategy
+        return super().__instancecheck__(instance)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -101,7 +102,7 @@ class Strategy(metaclass=_StrategyType):
         """Check and normalize the options. Uses no device or process."""
 
     def _set(self, **values: object) -> None:
-        """Set normalized options and attributes that depend on options. For a strategy that nobody uses yet."""
+        """Set normalized options and attributes that depend on options. Called only while the strategy is created."""
         for name, value in values.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
@@ -111,7 +112,7 @@ class Strategy(metaclass=_StrategyType):
         Raises:
             ConfigurationError: The engine does not support the settings.
         """
-        if settings.device_type != (self.runs_on or settings.device_type):
+        if self.runs_on is not None and settings.device_type != self.runs_on:
             raise ConfigurationError(
                 f"{self!r} needs {self.runs_on!r} devices, not accelerator={settings.device_type!r}. Use "
                 "accelerator='auto', or another strategy."
@@ -160,12 +161,12 @@ class Strategy(metaclass=_StrategyType):
     @property
     def changed_options(self) -> dict[str, Any]:
         """The options whose values differ from their defaults."""
-        found = {}
+        changed = {}
         for option in fields(self):
             value = getattr(self, option.name)
             if option.init and value != option.default:
-                found[option.metadata.get("argument", option.name)] = value
-        return found
+                changed[option.metadata.get("argument", option.name)] = value
+        return changed
 
     def engine(self, settings: EngineSettings) -> Engine:
         """Create an engine with these settings. It uses devices and processes only after `Engine.start`."""
@@ -211,7 +212,9 @@ class DataParallel(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        timeout = None if self.timeout is None else length_of_time("timeout", self.timeout)
+        timeout = None
+        if self.timeout is not None:
+            timeout = length_of_time("timeout", self.timeout)
         self._set(timeout=timeout, hang_timeout=_hang_timeout(self.hang_timeout, timeout))
 
     @property
@@ -232,21 +235,26 @@ class ParallelEngine(Engine):
     strategy: DataParallel
 
     def _make_processes(self, topology: Topology) -> Processes:
-        given: Any = self.strategy  # the timeouts are normalized
+        strategy: Any = self.strategy  # the timeouts are normalized, which the types of the fields do not say
         return ProcessGroup(
-            topology, timeout=given.timeout, backend=given.process_group_backend, hang_timeout=given.hang_timeout
+            topology,
+            timeout=strategy.timeout,
+            backend=strategy.process_group_backend,
+            hang_timeout=strategy.hang_timeout,
         )
 
 
 def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.timedelta | Literal["auto"] | None:
-    if value is None or value == "auto":
-        found: Literal["auto"] | None = value
-        return found
+    """Return the normalized `hang_timeout`, which must be shorter than the timeout of collectives."""
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
     length = length_of_time("hang_timeout", value)
-    longest = timeout or DEFAULT_TIMEOUT
-    if length >= longest:
+    limit = timeout or DEFAULT_TIMEOUT
+    if length >= limit:
         raise ConfigurationError(
-            f"hang_timeout={value!r} is not shorter than timeout={longest}, after which collectives fail. Increase "
+            f"hang_timeout={value!r} is not shorter than timeout={limit}, after which collectives fail. Increase "
             "timeout, reduce hang_timeout, or pass hang_timeout=None."
         )
     return length

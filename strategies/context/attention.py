@@ -47,7 +47,9 @@ def ulysses_attention(
                 f"{name} has {tensor.shape[1]} heads, which Ulysses attention cannot divide among {size} ranks. Use a "
                 "number of ranks that divides the number of heads, or ring attention."
             )
-    q, k, v = (_exchange(tensor, group, to_heads=True) for tensor in (q, k, v))
+    q = _exchange(q, group, to_heads=True)
+    k = _exchange(k, group, to_heads=True)
+    v = _exchange(v, group, to_heads=True)
     out = _attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return _exchange(out, group, to_heads=False)
 
@@ -57,12 +59,18 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool
 
     With `to_heads=False`, exchange in the opposite direction.
     """
-    split, join = (1, 2) if to_heads else (2, 1)
-    sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
+    # (batch, heads, length, head size): dimension 1 is the heads, 2 is the sequence.
+    if to_heads:
+        split_dim = 1
+        joined_dim = 2
+    else:
+        split_dim = 2
+        joined_dim = 1
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), split_dim))  # one part for each rank
     group = group or dist.group.WORLD
     assert group is not None  # the world's exists once processes have joined
     received = all_to_all_single_autograd(sent, None, None, group)
-    return torch.cat(received.unbind(), join)
+    return torch.cat(received.unbind(), joined_dim)
 
 
 class SplitAttention:
@@ -77,7 +85,7 @@ class SplitAttention:
         kind: `"ring"` sends keys and values from rank to rank. `"ulysses"` divides the heads among the ranks.
 
     Attributes:
-        order: How the ranks must split the sequence; see `Order`.
+        order: Order in which the ranks must split the sequence; see `Order`.
         is_active: True within `over_ranks`, where attention covers the sequences of all ranks.
     """
 
@@ -121,8 +129,11 @@ class SplitAttention:
             functional.multi_head_attention_forward = plain_module
 
     def _spans(self) -> bool:
-        # The backward of a step may recompute activations.
-        return self.is_active or (self._num_calls > 0 and torch._C._current_graph_task_id() != -1)
+        """Return whether the current call covers the sequences of all ranks."""
+        if self.is_active:
+            return True
+        # The backward of a step may recompute activations. The graph task is -1 outside of a backward.
+        return self._num_calls > 0 and torch._C._current_graph_task_id() != -1
 
     @contextmanager
     def over_ranks(self, *, required: bool = True) -> Iterator[None]:
@@ -171,9 +182,16 @@ class SplitAttention:
                 f"dropout_p={dropout_p}: attention over a split sequence recomputes its weights in backward, and "
                 "cannot repeat the dropout of the forward. Set the model's attention dropout to 0."
             )
-        query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         attend = ring_attention if self._kind == "ring" else ulysses_attention
-        return attend(query, key, value, self._group, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return attend(
+            _autocast(query),
+            _autocast(key),
+            _autocast(value),
+            self._group,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
 
 
 def _autocast(tensor: Tensor) -> Tensor:

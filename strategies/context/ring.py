@@ -61,7 +61,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -
     shapes = f"q, k and v have the shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype:
         raise ConfigurationError(f"q, k and v have the dtypes {q.dtype}, {k.dtype} and {v.dtype}. Use the same dtype.")
-    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1]:
+    have_4_dims = q.dim() == k.dim() == v.dim() == 4
+    if not have_4_dims or k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1]:
         raise ConfigurationError(f"{shapes}; ring attention expects (batch, heads, local length, head size).")
     if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
         raise ConfigurationError(
@@ -77,12 +78,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -
 def _block(rank: int, source: int, length: int, is_causal: bool) -> tuple[slice, slice, bool]:
     """Return which of `rank`'s queries see which of `source`'s keys, and whether a causal mask applies to them."""
     everything = slice(None)
-    half = length // 2
+    first_chunk = slice(0, length // 2)
+    second_chunk = slice(length // 2, None)
     if not is_causal or source == rank:  # a rank's own positions ascend
         return everything, everything, is_causal
-    # Rank r holds chunks r and 2n-1-r. The second chunk of an earlier rank comes after both chunks of this rank. The
-    # first chunk of this rank comes before both chunks of a later rank.
-    return (everything, slice(0, half), False) if source < rank else (slice(half, None), everything, False)
+    # Rank r of n holds chunks r and 2n-1-r. With 2 ranks: rank 0 holds chunks 0 and 3, rank 1 holds chunks 1 and 2.
+    # The second chunk of an earlier rank comes after both chunks of this rank.
+    if source < rank:
+        return everything, first_chunk, False
+    # The first chunk of this rank comes before both chunks of a later rank.
+    return second_chunk, everything, False
 
 
 class Ring:
@@ -94,7 +99,8 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         assert self.group is not None
         self._next = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         self._previous = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
@@ -107,6 +113,7 @@ class Ring:
         """
         received = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
+        # Tags distinguish this transfer from another one that is in flight.
         for tag, (sent, target) in enumerate(zip(tensors, received, strict=True), first_tag):
             operations.append(dist.P2POp(dist.isend, sent, self._next, self.group, tag))
             operations.append(dist.P2POp(dist.irecv, target, self._previous, self.group, tag))
@@ -132,19 +139,26 @@ class _RingAttention(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         ring = Ring(group)
-        q = q if q.stride(-1) == 1 else q.contiguous()  # required by the kernels
-        own_k, own_v = k, v = k.contiguous(), v.contiguous()
-        out = lse = None
+        if q.stride(-1) != 1:
+            q = q.contiguous()  # required by the kernels
+        k = k.contiguous()
+        v = v.contiguous()
+        own_k = k
+        own_v = v
+        out = None
+        lse = None  # log-sum-exp of the scores of each query, by which blocks are weighed
         for step in range(ring.size):
-            source = (ring.rank - step) % ring.size
+            source = (ring.rank - step) % ring.size  # rank to which the current keys and values belong
             transfer = ring.start((k, v)) if step < ring.size - 1 else None
-            at, of, causal = _block(ring.rank, source, q.shape[2], is_causal)
-            new, new_lse = forward_block(q[:, :, at], k[:, :, of], v[:, :, of], is_causal=causal, scale=scale)
+            queries, keys, causal = _block(ring.rank, source, q.shape[2], is_causal)
+            block, block_lse = forward_block(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], is_causal=causal, scale=scale
+            )
             if out is None or lse is None:  # the rank's own block, which has all queries
-                out = new.to(accumulator_dtype(q))
-                lse = new_lse.clone()
+                out = block.to(accumulator_dtype(q))
+                lse = block_lse.clone()
             else:
-                _merge(out[:, :, at], lse[:, :, at], new, new_lse)
+                _merge(out[:, :, queries], lse[:, :, queries], block, block_lse)
             if transfer is not None:
                 k, v = transfer()
         assert out is not None
@@ -165,28 +179,40 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=dtype)
         dk = torch.zeros_like(k, dtype=dtype)
         dv = torch.zeros_like(v, dtype=dtype)
-        of_keys = None  # transfer of the gradients of this step's keys and values
+        # Gradients of keys and values travel with them, one step behind: each rank adds its part, and sends them on.
+        gradient_transfer = None
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size
             transfer = ring.start((k, v)) if step < ring.size - 1 else None
-            at, of, causal = _block(ring.rank, source, q.shape[2], ctx.is_causal)
-            saved = (q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at])
-            parts = backward_block(gradient[:, :, at], *saved, is_causal=causal, scale=ctx.scale)
-            if of_keys is not None:
-                dk, dv = of_keys()
-            dq[:, :, at] += parts[0]
-            dk[:, :, of] += parts[1]
-            dv[:, :, of] += parts[2]
+            queries, keys, causal = _block(ring.rank, source, q.shape[2], ctx.is_causal)
+            block_dq, block_dk, block_dv = backward_block(
+                gradient[:, :, queries],
+                q[:, :, queries],
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, queries],
+                lse[:, :, queries],
+                is_causal=causal,
+                scale=ctx.scale,
+            )
+            if gradient_transfer is not None:
+                dk, dv = gradient_transfer()
+            dq[:, :, queries] += block_dq
+            dk[:, :, keys] += block_dk
+            dv[:, :, keys] += block_dv
             if ring.size > 1:
-                of_keys = ring.start((dk, dv), first_tag=2)
+                gradient_transfer = ring.start((dk, dv), first_tag=2)
             if transfer is not None:
                 k, v = transfer()
-        if of_keys is not None:
-            dk, dv = of_keys()  # after a full round, the gradients of this rank's own keys and values
+        if gradient_transfer is not None:
+            dk, dv = gradient_transfer()  # after a full round, the gradients of this rank's own keys and values
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 
-def _merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
     """Merge another block's result into `out` and `lse`, in place."""
-    out.sub_((new_lse - lse).sigmoid().unsqueeze(-1) * (out - new))
-    lse.sub_(logsigmoid(lse - new_lse))
+    # The weights are exp(lse) and exp(block_lse), divided by their sum. This form does not overflow:
+    # exp(b) / (exp(a) + exp(b)) = sigmoid(b - a), and log(exp(a) + exp(b)) = a - logsigmoid(a - b).
+    block_weight = (block_lse - lse).sigmoid().unsqueeze(-1)
+    out.sub_(block_weight * (out - block))
+    lse.sub_(logsigmoid(lse - block_lse))

@@ -70,7 +70,9 @@ def origin_of(config: object) -> str:
     """Return the name of a configuration in error messages."""
     if isinstance(config, NamedConfig):
         return config.origin
-    return f"config={str(config)!r}" if isinstance(config, (str, FilePath)) else "config"
+    if isinstance(config, (str, FilePath)):
+        return f"config={str(config)!r}"
+    return "config"
 
 
 class EngineConfig:
@@ -87,20 +89,24 @@ class EngineConfig:
     def __init__(self, config: str | FilePath | Mapping[str, Any] | None, given: ZeroOptions) -> None:
         self.origin = origin_of(config)
         self.content = read_config(config)
-        self.options = options = read_options(given)
+        self.options = read_options(given)
         if config is None:
-            for path, value in defaults(options).items():
+            for path, value in defaults(self.options).items():
                 set_value(self.content, path, value)
-                if path == _STAGE and not options.zero_optimization:
-                    set_value(self.content, path, 0)
+            if not self.options.zero_optimization:
+                set_value(self.content, _STAGE, 0)
         else:
-            _fill_switches(self.content, options, self.origin)
+            _fill_switches(self.content, self.options, self.origin)
         passed = passed_options(given)
         for path, (name, value) in statements(given).items():
-            self.state(path, value, f"DeepSpeedStrategy({name}={passed.get(name, value)!r})", overrides=config is None)
-        for part in OFFLOADS:
-            if config is None and self.offload(part) != "none":
-                for path, (_, value) in buffers(part, options).items():
+            # The passed value, not the one that it stands for: offload_optimizer=True is the device "cpu".
+            origin = f"DeepSpeedStrategy({name}={passed.get(name, value)!r})"
+            self.state(path, value, origin, overrides=config is None)
+        if config is None:
+            for part in OFFLOADS:
+                if self.offload(part) == "none":
+                    continue
+                for path, (_, value) in buffers(part, self.options).items():
                     set_value(self.content, path, value)
         self._check_offload()
 
@@ -138,16 +144,19 @@ class EngineConfig:
             )
         for part, (argument, _) in OFFLOADS.items():
             device = self.offload(part)
-            if device == "nvme" and self.stage < 3:
+            if device == "none" or self.stage >= 3:
+                continue
+            if device == "nvme":
+                alternative = "the device cpu" if part == "offload_optimizer" else "remove it"
                 raise ConfigurationError(
                     f"{argument} to 'nvme' at stage={self.stage}: DeepSpeed uses disks only at stage 3. Use stage=3, "
-                    f"or {'the device cpu' if part == 'offload_optimizer' else 'remove it'}."
+                    f"or {alternative}."
                 )
-            if device != "none" and part == "offload_param" and self.stage < 3:
+            if part == "offload_param":
                 raise ConfigurationError(
                     f"{argument} at stage={self.stage}: DeepSpeed offloads parameters only at stage 3. Use stage=3."
                 )
-            if device != "none" and self.stage < 1:
+            if self.stage == 0:
                 raise ConfigurationError(
                     f"{argument} at stage=0: DeepSpeed offloads only sharded states. Use stage=1, 2 or 3."
                 )
@@ -156,21 +165,19 @@ class EngineConfig:
 
     def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
         """Check that accumulation and clipping in the configuration do not differ from the Trainer's settings."""
-        found = look_up(self.content, ("gradient_accumulation_steps",))
-        if found not in (None, AUTO, accumulate):
+        steps = look_up(self.content, ("gradient_accumulation_steps",))
+        if steps not in (None, AUTO, accumulate):
             raise ConfigurationError(
-                f"{self.origin} has gradient_accumulation_steps={found!r}, which differs from "
-                f"Trainer(accumulate_grad_batches={accumulate}). Use accumulate_grad_batches={found!r} (in an "
-                f'Accelerator, gradient_accumulation_steps={found!r}), or write "auto" in the configuration.'
+                f"{self.origin} has gradient_accumulation_steps={steps!r}, which differs from "
+                f"Trainer(accumulate_grad_batches={accumulate}). Use accumulate_grad_batches={steps!r} (in an "
+                f'Accelerator, gradient_accumulation_steps={steps!r}), or write "auto" in the configuration.'
             )
-        found = look_up(self.content, ("gradient_clipping",))
-        if (
-            clip is not None
-            and found not in (None, AUTO)
-            and (clip.algorithm or "norm", clip.value) != ("norm", float(found))
-        ):
+        max_norm = look_up(self.content, ("gradient_clipping",))
+        if clip is None or max_norm in (None, AUTO):
+            return
+        if clip.algorithm not in (None, "norm") or clip.value != float(max_norm):
             raise ConfigurationError(
-                f"{self.origin} has gradient_clipping={found!r}, which differs from "
+                f"{self.origin} has gradient_clipping={max_norm!r}, which differs from "
                 f"Trainer(gradient_clip_val={clip.value}, gradient_clip_algorithm={clip.algorithm!r}). Remove one of "
                 'them, or write "auto" in the configuration.'
             )
@@ -178,8 +185,10 @@ class EngineConfig:
     @property
     def clipping(self) -> float | None:
         """The maximum gradient norm in the configuration. None if clipping is disabled or `"auto"`."""
-        found = look_up(self.content, ("gradient_clipping",))
-        return None if found in (None, AUTO, 0) else float(found)
+        max_norm = look_up(self.content, ("gradient_clipping",))
+        if max_norm in (None, AUTO, 0):
+            return None
+        return float(max_norm)
 
     def check_hardware(self, device_type: str, world_size: int) -> None:
         """Check options that need a certain device type or number of processes."""
@@ -216,17 +225,18 @@ class EngineConfig:
                 f"precision={name!r} at stage=0: DeepSpeed would keep no float32 weights. Use stage=1, or "
                 "strategy='ddp'."
             )
+        # DeepSpeed's third form of mixed precision: float32 parameters under torch's autocast, instead of bf16 or fp16.
         autocast = look_up(self.content, ("torch_autocast", "enabled")) is True
         for part, prefix in (("bf16", "bf16"), ("fp16", "16")):
             wanted = name.startswith(prefix) and not autocast
             found = look_up(self.content, (part, "enabled"))
             if found not in (None, AUTO, wanted):
-                fitting = f"{prefix}-mixed" if found else "32-true"
-                of_accelerator = part if found else "no"
+                expected = f"{prefix}-mixed" if found else "32-true"
+                expected_of_accelerator = part if found else "no"
                 raise ConfigurationError(
                     f"{self.origin} has {part}.enabled={found!r}, which differs from Trainer(precision={name!r}). Use "
-                    f"precision={fitting!r} (in an Accelerator, mixed_precision={of_accelerator!r}), or write "
-                    '"auto" in the configuration.'
+                    f"precision={expected!r} (in an Accelerator, mixed_precision={expected_of_accelerator!r}), or "
+                    'write "auto" in the configuration.'
                 )
             if wanted or part in self.content:
                 set_value(self.content, (part, "enabled"), wanted)
@@ -238,7 +248,8 @@ class EngineConfig:
         if autocast:
             dtype = "bfloat16" if name.startswith("bf16") else "float16"
             self.state(("torch_autocast", "dtype"), dtype, f"Trainer(precision={name!r})")
-        if look_up(self.content, ("data_types", "grad_accum_dtype")) not in (None, AUTO) and stage == 1:
+        accumulation_dtype = look_up(self.content, ("data_types", "grad_accum_dtype"))
+        if stage == 1 and accumulation_dtype not in (None, AUTO):
             raise ConfigurationError(
                 f"{self.origin} has data_types.grad_accum_dtype, for which DeepSpeed replaces the optimizer at stage "
                 "1. Use stage=2, or remove grad_accum_dtype."
@@ -261,18 +272,22 @@ class EngineConfig:
         _fill_batch(config, facts, self.origin)
         _fill_buckets(config, facts, self.origin)
         _fill_optimizer(config, facts, self.origin)
-        for path in autos(config):
+        open_path = next(autos(config), None)
+        if open_path is not None:
             raise ConfigurationError(
-                f'{self.origin} has {".".join(path)}="auto", but its value cannot be inferred. Write a value.'
+                f'{self.origin} has {".".join(open_path)}="auto", but its value cannot be inferred. Write a value.'
             )
         return config
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration for an engine that neither accumulates nor clips, because this package does both."""
-    own = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
-    given = {key: copy.deepcopy(value) for key, value in config.items() if key not in own}
-    return {"steps_per_print": None, **given, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    engine_config = copy.deepcopy(dict(config))
+    engine_config.setdefault("steps_per_print", None)
+    engine_config.pop("train_batch_size", None)  # contradicts the accumulation below
+    engine_config["gradient_accumulation_steps"] = 1
+    engine_config["gradient_clipping"] = 0.0
+    return engine_config
 
 
 def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,9 +295,11 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
     config = for_engine(content)
     for part in ("optimizer", "scheduler"):
         config.pop(part, None)
-    for path in list(autos(config)):
-        look_up(config, path[:-1]).pop(path[-1]) if len(path) > 1 else config.pop(path[0])
-    return {**config, "train_micro_batch_size_per_gpu": 1}
+    for *outer_keys, key in list(autos(config)):
+        section = look_up(config, tuple(outer_keys))
+        del section[key]
+    config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed requires a batch size
+    return config
 
 
 def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -292,14 +309,14 @@ def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, 
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     try:
-        found = json.loads(FilePath(config).read_text())
+        content = json.loads(FilePath(config).read_text())
     except OSError as error:
         raise ConfigurationError(f"config={str(config)!r} cannot be read: {error}. Pass a path or a dict.") from error
     except ValueError as error:
         raise ConfigurationError(f"config={str(config)!r} is not valid JSON: {error}. Correct the file.") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"config={str(config)!r} holds a {type(found).__name__}. Write a JSON object.")
-    return found
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"config={str(config)!r} holds a {type(content).__name__}. Write a JSON object.")
+    return content
 
 
 def _fill_switches(config: dict[str, Any], options: ZeroOptions, origin: str) -> None:
@@ -310,34 +327,38 @@ def _fill_switches(config: dict[str, Any], options: ZeroOptions, origin: str) ->
     if zero.get("stage") == AUTO:
         zero["stage"] = options.stage if options.zero_optimization else 0
     for part, (switch, device) in OFFLOADS.items():
-        found = zero.get(part)
-        if isinstance(found, dict):
-            if found.get("device") == AUTO:
-                found["device"] = getattr(options, device) if getattr(options, switch) else "none"
-            if found.get("nvme_path") == AUTO:
-                found["nvme_path"] = options.nvme_path
+        section = zero.get(part)
+        if not isinstance(section, dict):
+            continue
+        if section.get("device") == AUTO:
+            is_on = getattr(options, switch)
+            section["device"] = getattr(options, device) if is_on else "none"
+        if section.get("nvme_path") == AUTO:
+            section["nvme_path"] = options.nvme_path
     if zero.get("stage3_gather_16bit_weights_on_model_save") == AUTO:
         zero["stage3_gather_16bit_weights_on_model_save"] = zero.get("stage") == 3
     config.setdefault("zero_allow_untested_optimizer", options.zero_allow_untested_optimizer)
 
 
 def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
+    """Set the batch sizes, which satisfy train_batch_size = micro-batch size × accumulation × processes."""
     micro = config.get("train_micro_batch_size_per_gpu", AUTO)
     if facts.micro_batch_size is not None and micro not in (AUTO, facts.micro_batch_size):
         raise ConfigurationError(
             f"{origin} has train_micro_batch_size_per_gpu={micro!r}, which differs from the training loader's "
             f'batch_size={facts.micro_batch_size}. Use the same value, or write "auto" in the configuration.'
         )
-    known = facts.micro_batch_size if micro == AUTO else int(micro)
+    size = facts.micro_batch_size if micro == AUTO else int(micro)
     total = config.get("train_batch_size", AUTO)
     parts = facts.accumulate * facts.world_size
-    if known is None and total != AUTO:
-        known = max(int(total) // parts, 1)
-    config["train_micro_batch_size_per_gpu"] = 1 if known is None else known
+    if size is None and total != AUTO:
+        size = max(int(total) // parts, 1)
+    # Without a batch size, any number will do: DeepSpeed requires one, but this package's loaders make the batches.
+    config["train_micro_batch_size_per_gpu"] = 1 if size is None else size
     expected = config["train_micro_batch_size_per_gpu"] * parts
     if total not in (AUTO, expected):
         raise ConfigurationError(
-            f"{origin} has train_batch_size={total!r}, which is not batch_size {known} × accumulate_grad_batches "
+            f"{origin} has train_batch_size={total!r}, which is not batch_size {size} × accumulate_grad_batches "
             f"{facts.accumulate} × {facts.world_size} process(es) (={expected}). Use {expected}, or write "
             '"auto" in the configuration.'
         )
@@ -348,40 +369,51 @@ def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
 
 
 def _fill_buckets(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
+    """Compute the sizes of stage 3's buckets from the hidden size."""
     zero = config.get("zero_optimization", {})
     hidden = facts.hidden_size
     for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
         if zero.get(key) == AUTO:
             zero[key] = 1_000_000_000  # DeepSpeed's own default
-    wanted = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    open_keys = [key for key in wanted if zero.get(key) == AUTO]
-    if open_keys and hidden is None:
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    open_keys = [key for key in keys if zero.get(key) == AUTO]
+    if not open_keys:
+        return
+    if hidden is None:
         raise ConfigurationError(
             f'{origin} has "auto" for zero_optimization.{", ".join(open_keys)}, but no module of the model has a '
             "`config` with hidden_size or hidden_sizes to compute it from. Write numbers."
         )
-    if hidden is not None:
-        values = (hidden * hidden, int(0.9 * hidden * hidden), 10 * hidden)
-        zero.update({key: value for key, value in zip(wanted, values, strict=True) if key in open_keys})
+    values = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    for key in open_keys:
+        zero[key] = values[key]
 
 
 def _fill_optimizer(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
+    """Fill in the parameters of DeepSpeed's optimizer and learning rate scheduler."""
     optimizer = look_up(config, ("optimizer", "params")) or {}
     open_keys = [key for key, value in optimizer.items() if value == AUTO]
-    known = facts.hyperparameters
+    hyperparameters = facts.hyperparameters or {}
     for key in open_keys:
-        if known is None or key not in known:
+        if key not in hyperparameters:
             raise ConfigurationError(
                 f'{origin} has optimizer.params.{key}="auto", but no value was passed. Use '
                 f"DummyOptim(model.parameters(), {key}=…), or write a value."
             )
-        optimizer[key] = list(known[key]) if isinstance(known[key], tuple) else known[key]
+        value = hyperparameters[key]
+        optimizer[key] = list(value) if isinstance(value, tuple) else value  # JSON has no tuples
     scheduler = look_up(config, ("scheduler", "params")) or {}
-    rate = optimizer.get("lr", None if known is None else known.get("lr"))
-    values = {
-        "warmup_min_lr": 0, "warmup_max_lr": rate, "warmup_num_steps": facts.warmup_steps,
-        "total_num_steps": None if facts.total_steps == float("inf") else int(facts.total_steps),
-    }  # fmt: skip
+    values: dict[str, Any] = {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": optimizer.get("lr", hyperparameters.get("lr")),
+        "warmup_num_steps": facts.warmup_steps,
+    }
+    if facts.total_steps != float("inf"):
+        values["total_num_steps"] = int(facts.total_steps)
     for key, value in scheduler.items():
         if value == AUTO and values.get(key) is not None:
             scheduler[key] = values[key]
@@ -421,11 +453,15 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: An option is unknown or not supported, or two options differ.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     content: Any = {
-        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": AUTO,
+        "gradient_clipping": AUTO,
+        "zero_optimization": {"stage": AUTO},
+        "zero_allow_untested_optimizer": True,
+    }
     values: dict[str, Any] = {}
     for written, value in config.items():
         if written in _ELSEWHERE:
@@ -438,28 +474,36 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or name in _HARMLESS:
             continue
         if name == "zero_stage":
-            found["stage"] = int(value)
+            arguments["stage"] = int(value)
         elif name in _DEVICES:
             switch, device = _DEVICES[name]
-            found[switch] = str(value) != "none"
-            if found[switch]:
-                found[device] = str(value)
+            arguments[switch] = str(value) != "none"
+            if arguments[switch]:
+                arguments[device] = str(value)
         elif name in _PATHS and str(value) != "none":
-            if found.get("nvme_path", str(value)) != str(value):
+            if arguments.get("nvme_path", str(value)) != str(value):
                 raise ConfigurationError(f"{' and '.join(_PATHS)} differ. Use one folder for both.")
-            found["nvme_path"] = str(value)
+            arguments["nvme_path"] = str(value)
         elif name == "transformer_moe_cls_names":
             names = value.split(",") if isinstance(value, str) else value
-            found["moe_leaf_modules"] = tuple(part.strip() for part in names)
+            arguments["moe_leaf_modules"] = tuple(name.strip() for name in names)
         elif name == "hf_ds_config":
             content = value
         elif name in _VALUES:
             values[name] = value
-    content = read_config(content) if values else content
+    if values:
+        content = _with_values(content, values)
+    return {"config": content, **arguments}
+
+
+def _with_values(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a configuration, or the content of its file, in which `values` replace `"auto"`."""
+    content = read_config(config)
     for name, value in values.items():
         if content.get(name) not in (None, AUTO, value):
             raise ConfigurationError(
                 f"{name}={value!r} differs from {content[name]!r} in the configuration. Remove one of them, or write "
                 '"auto" in the configuration.'
             )
-    return {"config": content | values, **found} if values else {"config": content, **found}
+        content[name] = value
+    return content

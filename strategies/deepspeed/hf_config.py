@@ -42,13 +42,19 @@ class HfDeepSpeedConfig:
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
-        return (node if isinstance(node, dict) else None), last
+            if not isinstance(node, dict):
+                break
+            node = node.get(part)
+        if not isinstance(node, dict):
+            return None, last
+        return node, last
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the value of a dotted key, such as `"zero_optimization.stage"`, or `default` if it does not exist."""
         node, last = self.find_config_node(ds_key_long)
-        return default if node is None else node.get(last, default)
+        if node is None:
+            return default
+        return node.get(last, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
         """Delete a dotted key. With `must_exist=True`, raise a ConfigurationError if the key is missing."""
@@ -79,5 +85,8 @@ class HfDeepSpeedConfig:
 
     def is_offload(self) -> bool:
         """Return whether optimizer states or parameters are offloaded."""
-        parts = ("offload_optimizer", "offload_param")
-        return any(self.get_value(f"zero_optimization.{part}.device") in ("cpu", "nvme") for part in parts)
+        devices = [
+            self.get_value("zero_optimization.offload_optimizer.device"),
+            self.get_value("zero_optimization.offload_param.device"),
+        ]
+        return "cpu" in devices or "nvme" in devices

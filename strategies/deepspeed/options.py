@@ -33,7 +33,7 @@ def _option(default: object, *path: str) -> Any:
 
     Args:
         default: Value of the option if neither the argument nor the user's configuration sets it.
-        path: Keys of the option in DeepSpeed's configuration. Empty: the option has no keys of its own.
+        path: Keys of the option in DeepSpeed's configuration. Empty if several options together determine keys.
     """
     return field(default=None, metadata={"default": default, "path": path})
 
@@ -150,21 +150,27 @@ def statements(given: ZeroOptions) -> dict[Path, tuple[str, Any]]:
     """Return the passed arguments as {path in DeepSpeed's configuration: (argument name, value)}."""
     passed = passed_options(given)
     options = read_options(given)
-    found: dict[Path, tuple[str, Any]] = {
-        each.metadata["path"]: (each.name, passed[each.name])
-        for each in fields(ZeroOptions)
-        if each.name in passed and each.metadata["path"]
-    }
+    values: dict[Path, tuple[str, Any]] = {}
+    for each in fields(ZeroOptions):
+        path: Path = each.metadata["path"]
+        if path and each.name in passed:
+            values[path] = (each.name, passed[each.name])
     if passed.get("zero_optimization") is False:
-        found["zero_optimization", "stage"] = ("zero_optimization", 0)
+        values["zero_optimization", "stage"] = ("zero_optimization", 0)
     for part, (switch, device) in OFFLOADS.items():
-        if switch in passed or device in passed:
-            on = getattr(options, switch) if switch in passed else True
-            name = device if device in passed and on else switch
-            found["zero_optimization", part, "device"] = (name, getattr(options, device) if on else "none")
-            if on:
-                found |= {path: entry for path, entry in buffers(part, options).items() if entry[0] in passed}
-    return found
+        if switch not in passed and device not in passed:
+            continue
+        device_path = ("zero_optimization", part, "device")
+        is_on = passed.get(switch, True)  # a device without the switch turns offloading on
+        if not is_on:
+            values[device_path] = (switch, "none")
+            continue
+        name = device if device in passed else switch
+        values[device_path] = (name, getattr(options, device))
+        for path, (name, value) in buffers(part, options).items():
+            if name in passed:
+                values[path] = (name, value)
+    return values
 
 
 def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
@@ -183,11 +189,12 @@ def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
 
 def defaults(options: ZeroOptions) -> dict[Path, Any]:
     """Return {path: value} of options for a user without a configuration. Sections such as `"fp16"` are omitted."""
-    return {
-        each.metadata["path"]: getattr(options, each.name)
-        for each in fields(options)
-        if each.metadata["path"] and each.metadata["path"][0] not in _ONLY_IF_GIVEN
-    }
+    values: dict[Path, Any] = {}
+    for each in fields(options):
+        path: Path = each.metadata["path"]
+        if path and path[0] not in _ONLY_IF_GIVEN:
+            values[path] = getattr(options, each.name)
+    return values
 
 
 def set_value(config: dict[str, Any], path: Path, value: object) -> None:
@@ -199,9 +206,9 @@ def set_value(config: dict[str, Any], path: Path, value: object) -> None:
 
 def look_up(config: Mapping[str, Any], path: Path) -> Any:
     """Return the value at a path in nested dicts, or None if there is none."""
-    found: Any = config
+    value: Any = config
     for key in path:
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return None
-        found = found[key]
-    return found
+        value = value[key]
+    return value

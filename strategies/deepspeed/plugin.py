@@ -85,7 +85,9 @@ class DeepSpeedPlugin(KwargsHandler):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeepSpeedPlugin):
             return NotImplemented
-        return (self._passed or self.to_dict()) == (other._passed or other.to_dict())
+        # Reading `deepspeed_config` changes the fields, but not what the plugin describes.
+        fields = self._passed or self.to_dict()
+        return fields == (other._passed or other.to_dict())
 
     @property
     def _is_combined(self) -> bool:
@@ -105,23 +107,23 @@ class DeepSpeedPlugin(KwargsHandler):
 
     def _as_object(self) -> HfDeepSpeedConfig:
         """Return `hf_ds_config`, or an object with a copy of its content."""
-        own = self.hf_ds_config
-        if isinstance(own, HfDeepSpeedConfig):
-            return own
-        found = HfDeepSpeedConfig({})  # Without a stage: at stage 3, the constructor connects DeepSpeed.
-        found.config = read_config(own)
-        return found
+        config = self.hf_ds_config
+        if isinstance(config, HfDeepSpeedConfig):
+            return config
+        wrapped = HfDeepSpeedConfig({})  # without a stage: at stage 3, the constructor connects DeepSpeed
+        wrapped.config = read_config(config)
+        return wrapped
 
-    def _hold(self, found: HfDeepSpeedConfig) -> None:
+    def _hold(self, combined: HfDeepSpeedConfig) -> None:
         # Not by assignment, which would call `_hold` again.
-        vars(self)["hf_ds_config"] = found
-        vars(self)["deepspeed_config"] = found.config
+        vars(self)["hf_ds_config"] = combined
+        vars(self)["deepspeed_config"] = combined.config
 
     @property
     def _given(self) -> str | Path | Mapping[str, Any] | None:
         if not self._is_combined:
-            own = self.hf_ds_config
-            return own.config if isinstance(own, HfDeepSpeedConfig) else own
+            config = self.hf_ds_config
+            return config.config if isinstance(config, HfDeepSpeedConfig) else config
         content = NamedConfig(read_config(self.deepspeed_config), self._origin)
         for path, value in self._filled.items():
             if look_up(content, path) == value:  # the user has not changed it since
@@ -137,9 +139,9 @@ class DeepSpeedPlugin(KwargsHandler):
         content = self.strategy(1).engine_config.content
         self._passed = self.to_dict()
         for name, path in _PATHS.items():
-            found = look_up(content, path)
-            if getattr(self, name) is None and found != AUTO:
-                setattr(self, name, found)
+            value = look_up(content, path)
+            if getattr(self, name) is None and value != AUTO:
+                setattr(self, name, value)
         combined = self._as_object()
         combined.config.update(content)
         self._hold(combined)
@@ -152,8 +154,8 @@ class DeepSpeedPlugin(KwargsHandler):
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the value of a dotted key of `deepspeed_config`, or `default` if it does not exist."""
-        found = look_up(self.deepspeed_config, tuple(ds_key_long.split(".")))
-        return default if found is None else found
+        value = look_up(self.deepspeed_config, tuple(ds_key_long.split(".")))
+        return default if value is None else value
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether the value of a dotted key of `deepspeed_config` is `"auto"`."""
@@ -257,10 +259,10 @@ class DeepSpeedPlugin(KwargsHandler):
         content = read_config(self._given)
         different: list[str] = []
         for name, path in _PATHS.items():
-            own = getattr(self, name)
-            found = look_up(content, path)
-            if own is not None and found not in (None, AUTO, own):
-                different.append(f"{name}={own!r} ({'.'.join(path)}={found!r})")
+            value = getattr(self, name)
+            configured = look_up(content, path)
+            if value is not None and configured not in (None, AUTO, value):
+                different.append(f"{name}={value!r} ({'.'.join(path)}={configured!r})")
         if different:
             raise ConfigurationError(
                 f"these fields of DeepSpeedPlugin, or their environment variables, differ from hf_ds_config (in "

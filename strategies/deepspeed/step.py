@@ -51,13 +51,15 @@ class EngineStep(AutomaticStep):
         if self._own_step is None:
             self._engine.step()
         else:
-            stepped: Any = EngineOptimizer(self.optimizers[0], self._engine)
-            self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
-        self._group = self._loss = None
+            optimizer: Any = EngineOptimizer(self.optimizers[0], self._engine)
+            self._own_step(self.run.state.epoch, self._last_idx, optimizer, self._closure())
+        self._group = None
+        self._loss = None
         self._zeroed = not self._zero_late
         if self._shards is not None and norm is None:
-            found = self._engine.get_global_grad_norm()
-            norm = torch.as_tensor(found, dtype=torch.float32, device=self.parts.device)
+            # The engine computes the norm in its step, also without clipping.
+            engine_norm = self._engine.get_global_grad_norm()
+            norm = torch.as_tensor(engine_norm, dtype=torch.float32, device=self.parts.device)
         return norm
 
     def _prepare_clipping(self, clip: GradientClip | None) -> torch.Tensor | None:
@@ -66,19 +68,24 @@ class EngineStep(AutomaticStep):
         Return the norm before clipping if it was computed here.
         """
         if self._shards is None:
-            return None if clip is None else clip_gradients(parameters_of(self.optimizers), clip)
+            if clip is None:
+                return None
+            return clip_gradients(parameters_of(self.optimizers), clip)
         self._engine.optimizer.clip_grad = 0.0
         if clip is None:
             return None
         # With an offloaded optimizer the engine uses the norm from backward, before hooks have changed gradients.
-        if clip.algorithm != "value" and not self._engine.zero_cpu_offload():
+        engine_can_clip = clip.algorithm != "value" and not self._engine.zero_cpu_offload()
+        if engine_can_clip:
             self._engine.optimizer.clip_grad = clip.value
             return None
         # The engine divides by the loss scale of float16 in its step, so that the shards are multiples.
         scale = float(self._shards.zero.loss_scale)
         gradients = [(gradient, True) for _, gradient in self._shards.gradients()]
         norm = clip_shards(gradients, replace(clip, value=clip.value * scale), self.parts.device)
-        return None if norm is None else norm.float() / scale
+        if norm is None:  # clipping by value computes none
+            return None
+        return norm.float() / scale
 
     def _zero_gradients(self, idx: int) -> None:
         for hook in self.hooks.on_before_zero_grad:
@@ -86,15 +93,19 @@ class EngineStep(AutomaticStep):
         self._zeroed = True
 
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return super().held_gradients() if self._shards is None else iter(self._shards.gradients())
+        if self._shards is None:
+            return super().held_gradients()
+        return iter(self._shards.gradients())
 
     def discard_gradients(self) -> None:
         if self._shards is None:
             super().discard_gradients()
             return
         self._shards.discard_gradients()
-        self._group = self._loss = None
+        self._group = None
+        self._loss = None
         self._zeroed = True
+        # The next backward is the last of its step again.
         self._engine.set_gradient_accumulation_boundary(True)
 
 
@@ -107,7 +118,9 @@ class EngineOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure, then the engine's step. Return the closure's loss, or None without a closure."""
-        loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            loss = closure()
         self._engine.step()
         return loss
 

@@ -46,7 +46,7 @@ class ZeroGradients(Gradients):
             ConfigurationError: Several models were called, `kwargs` has another argument than `retain_graph`, or the
                 step's last micro-batch has already run backward.
         """
-        retain = bool(kwargs.pop("retain_graph", False))
+        retain_graph = bool(kwargs.pop("retain_graph", False))
         if kwargs.get("scale_wrt_gas") is False:  # passed by transformers: the loss is already divided
             del kwargs["scale_wrt_gas"]
         if kwargs:
@@ -72,24 +72,31 @@ class ZeroGradients(Gradients):
             )
         model.holds_gradients = True
         model.is_complete = boundary
-        model.engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
+        # The loss is divided by the loop. DeepSpeed would divide it by gradient_accumulation_steps again.
+        model.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def _of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ZeroModel, list[nn.Parameter]]]:
+    def _by_model(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ZeroModel, list[nn.Parameter]]]:
         """Return the models that contain the parameters, each with the parameters that it contains."""
-        wanted = {id(parameter) for parameter in parameters}
-        found = [(model, [p for p in model.model.parameters() if id(p) in wanted]) for model in self.models]
-        return [(model, own) for model, own in found if own]
+        ids = {id(parameter) for parameter in parameters}
+        by_model: list[tuple[ZeroModel, list[nn.Parameter]]] = []
+        for model in self.models:
+            contained = [parameter for parameter in model.model.parameters() if id(parameter) in ids]
+            if contained:
+                by_model.append((model, contained))
+        return by_model
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        wanted = list(parameters)
-        shards: list[tuple[torch.Tensor, bool]] = []
+        parameters = list(parameters)
+        shards: list[tuple[torch.Tensor, bool]] = []  # with True: no other rank holds the same shard
         scales: set[float] = set()
-        for model, own in self._of(wanted):
+        for model, contained in self._by_model(parameters):
             if model.shards is None:
-                return clip_gradients(wanted, clip)  # stage 0: all gradients are full
-            ids = {id(parameter) for parameter in own}
-            shards += [(gradient, True) for p, gradient in model.shards.gradients() if id(p) in ids]
+                return clip_gradients(parameters, clip)  # stage 0: all gradients are full
+            ids = {id(parameter) for parameter in contained}
+            for parameter, gradient in model.shards.gradients():
+                if id(parameter) in ids:
+                    shards.append((gradient, True))
             scales.add(float(model.shards.zero.loss_scale))
         if len(scales) > 1:
             raise ConfigurationError(
@@ -102,24 +109,25 @@ class ZeroGradients(Gradients):
         return None if norm is None else norm / scale
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        for model, own in self._of(parameters):
+        for model, contained in self._by_model(parameters):
             if model.shards is None:
-                scale_gradients(own, factor)
+                scale_gradients(contained, factor)
                 continue
             for _, gradient in model.shards.gradients():
                 gradient.mul_(factor)
 
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
-        had = False
-        for model, own in self._of(parameters):
-            had |= free_gradients(own)
+        had_gradients = False
+        for model, contained in self._by_model(parameters):
+            had_gradients |= free_gradients(contained)
             if model.shards is not None:
-                had |= any(True for _ in model.shards.gradients())
+                had_gradients |= any(True for _ in model.shards.gradients())
                 model.shards.discard_gradients()
-            model.holds_gradients = model.is_complete = False
+            model.holds_gradients = False
+            model.is_complete = False
         for model in self.models:
             model.was_called = False
-        return had
+        return had_gradients
 
 
 class ZeroOptimizer(Optimizer):
@@ -136,7 +144,8 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             raise ConfigurationError("step(closure): DeepSpeed does not support closures. Call step().")
         model = self.zero
-        model.holds_gradients = model.is_complete = False
+        model.holds_gradients = False
+        model.is_complete = False
         if self._clipping is not None:
             # Not by the engine: with offloading it uses the norm from backward, and would clip again what the loop
             # has clipped.
@@ -149,8 +158,10 @@ class ZeroOptimizer(Optimizer):
             self._gradients.free(self.zero.model.parameters())
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.optimizer, name)
-        return partial(self._switch, name, found) if name in ("train", "eval") else found
+        attribute = getattr(self.optimizer, name)
+        if name in ("train", "eval"):
+            return partial(self._switch, name, attribute)
+        return attribute
 
     def _switch(self, name: str, switch: Callable[[], Any]) -> None:
         """Call `train` or `eval` of an optimizer with two sets of weights, and update the model. Collective.

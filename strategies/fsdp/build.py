@@ -57,9 +57,13 @@ class MetaBuilding:
         If the task has discarded its weights, record the names in `awaited` instead, and return an empty list.
         """
         tensors = [*task.named_parameters(), *task.named_buffers()]
+        # Rank 0's list. With `others` it is empty, because rank 0 broadcasts its values.
         names: list[str] = processes.broadcast_object([name for name, tensor in tensors if tensor.is_meta])
-        self.awaited = set(names) if vars(task).get(DISCARDED) else set()
-        return [] if self.awaited else names
+        self.awaited = set()
+        if vars(task).get(DISCARDED):
+            self.awaited.update(names)
+            return []
+        return names
 
     def check(self, task: TaskModule) -> None:
         """Raise a ConfigurationError if no checkpoint has provided the `awaited` weights. Not collective."""
@@ -79,6 +83,7 @@ def materialize(task: nn.Module, module: nn.Module, built: list[str], device: to
     For the tensors in `built`, no rank has values. `reset_parameters` of their modules initializes these tensors.
     """
     _allocate(task, module, built, device)
+    # DTensors are the shards of inner units, which were sharded before.
     for tensor in [*module.parameters(), *module.buffers()]:
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device).contiguous()  # torch 2.13 shards contiguous tensors only
@@ -86,29 +91,31 @@ def materialize(task: nn.Module, module: nn.Module, built: list[str], device: to
 
 
 def _allocate(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
-    names = {id(t): n for n, t in [*task.named_parameters(), *task.named_buffers()]}
-    new: dict[int, nn.Parameter] = {}
-    to_reset: list[tuple[nn.Module, str]] = []
+    """Replace a module's tensors on `meta` by tensors on the device, and initialize those that are in `built`."""
+    names = {id(tensor): name for name, tensor in [*task.named_parameters(), *task.named_buffers()]}
+    new: dict[int, nn.Parameter] = {}  # by id of the parameter on `meta`, so that tied parameters stay tied
+    to_reset: dict[nn.Module, list[str]] = {}  # attribute names of each module's tensors without values
     for owner in module.modules():
         for key, parameter in owner.named_parameters(recurse=False):
-            if parameter.is_meta and not isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor):
+                continue
+            if parameter.is_meta:
                 made = torch.empty_like(parameter, device=device)
                 new.setdefault(id(parameter), nn.Parameter(made, requires_grad=parameter.requires_grad))
-            if names.get(id(parameter)) in built and not isinstance(parameter, DTensor):
-                to_reset.append((owner, key))
+            if names.get(id(parameter)) in built:
+                to_reset.setdefault(owner, []).append(key)
         for key, buffer in owner.named_buffers(recurse=False):
             if buffer.is_meta:
                 owner._buffers[key] = torch.empty_like(buffer, device=device)
             if names.get(id(buffer)) in built:
-                to_reset.append((owner, key))
+                to_reset.setdefault(owner, []).append(key)
     replace_parameters(task, new)
-    for owner in {id(owner): owner for owner, _ in to_reset}.values():
+    for owner, keys in to_reset.items():
         reset = getattr(owner, "reset_parameters", None)
         if reset is None:
-            keys = ", ".join(key for holder, key in to_reset if holder is owner)
             raise ConfigurationError(
-                f"{type(owner).__name__} was built on the device 'meta' and does not initialize {keys}. Define "
-                "reset_parameters(self) in it, or build it on the host."
+                f"{type(owner).__name__} was built on the device 'meta' and does not initialize {', '.join(keys)}. "
+                "Define reset_parameters(self) in it, or build it on the host."
             )
         with torch.no_grad():
             reset()
@@ -123,46 +130,55 @@ def unshard_task(
 
     Args:
         task: The task, which is changed in place.
-        optimizers: The optimizers, which are changed in place. Only the main rank gets full states, unless `weights` is
-            `"none"`.
+        optimizers: The optimizers, which are changed in place. Only the main rank gets full states. With
+            `weights="none"`, no rank does.
         device: Device on which shards are gathered, one tensor at a time.
         weights: Ranks that receive full weights: `"all"`, `"main"` or `"none"`. Other ranks get tensors on `meta`.
         is_main: This rank is the main one.
     """
 
-    def of_state(tensor: torch.Tensor) -> Any:
+    def unshard(tensor: torch.Tensor) -> Any:
         if is_quantized(tensor):
-            full = map_tensors(of_state, flatten_quantized(tensor))
+            full = map_tensors(unshard, flatten_quantized(tensor))
             return build_quantized(full, full["codes"].device)
-        return tensor.to("meta") if weights == "none" else gather_full(tensor, device, keep=is_main)
+        if weights == "none":
+            return tensor.to("meta")
+        return gather_full(tensor, device, keep=is_main)
 
     # States are unsharded first, one after the other, so that their shards are freed before weights are gathered.
-    states = [
-        {p: map_tensors(of_state, optimizer.state.pop(p)) for p in list(optimizer.state)} for optimizer in optimizers
-    ]
+    states: list[dict[Any, Any]] = []
+    for optimizer in optimizers:
+        full_states = {}
+        for parameter in list(optimizer.state):
+            full_states[parameter] = map_tensors(unshard, optimizer.state.pop(parameter))
+        states.append(full_states)
+
     old = list(task.parameters())  # keeps them alive, so that ids stay unique
     if weights == "none":
         discard_weights(task)
     else:
         keep = is_main or weights == "all"
-        new = {
-            id(p): nn.Parameter(gather_full(p, device, keep=keep).detach(), requires_grad=p.requires_grad) for p in old
-        }
+        new: dict[int, nn.Parameter] = {}
+        for parameter in old:
+            weight = gather_full(parameter, device, keep=keep).detach()
+            new[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
         replace_parameters(task, new)
-    parameters: dict[Any, nn.Parameter] = dict(zip(old, task.parameters(), strict=True))
+    replaced: dict[Any, nn.Parameter] = dict(zip(old, task.parameters(), strict=True))
     task._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]  # buffers
-    for optimizer, found in zip(optimizers, states, strict=True):
-        optimizer.state.update({parameters[p]: state for p, state in found.items()})
+
+    for optimizer, full_states in zip(optimizers, states, strict=True):
+        for parameter, state in full_states.items():
+            optimizer.state[replaced[parameter]] = state
         for group in optimizer.param_groups:
-            group["params"] = [parameters[p] for p in group["params"]]
+            group["params"] = [replaced[parameter] for parameter in group["params"]]
 
 
 def discard_weights(task: TaskModule) -> None:
     """Replace a task's shards by tensors of the full shapes on the device `meta`. Not collective."""
-    new = {
-        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
-        for p in task.parameters()
-    }
+    new: dict[int, nn.Parameter] = {}
+    for parameter in task.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")  # not sharded, unlike `empty_like`
+        new[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     replace_parameters(task, new)
     vars(task)[DISCARDED] = True
 

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.quantized_state import is_even
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.tree import is_sharded
 from trainwright.strategies.capabilities import OF_LIGHTNING, REFUSALS
 from trainwright.strategies.fsdp.option_table import FSDP
 from trainwright.strategies.mesh import MeshShape
@@ -67,42 +66,54 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
         config: Options by name, with or without the prefix `fsdp_`, or fields of `FullyShardedDataParallelPlugin`. An
             option of None has its default value.
     """
-    given = {_field_of(name): (name, value) for name, value in config.items() if value is not None}
-    found: dict[str, Any] = {}
-    for name, (written, value) in given.items():
+    # Field of the plugin → (name in `config`, which errors show; value).
+    options: dict[str, tuple[str, Any]] = {}
+    for name, value in config.items():
+        if value is not None:
+            options[_field_of(name)] = (name, value)
+
+    arguments: dict[str, Any] = {}
+    for field, (name, value) in options.items():
         text = str(getattr(value, "name", value)).lower()  # torch's enumerations have names
-        if text in _HARMLESS.get(name, ()) or name in _OF_UNITS:
+        if field in _OF_UNITS or text in _HARMLESS.get(field, ()):
             continue
-        if name == "sharding_strategy":
-            found[name] = _NUMBERED.get(text, value)
-        elif name == "cpu_offload":
-            found[name] = _flag(written, value) if isinstance(value, (str, int)) else value
-        elif name in ("activation_checkpointing", "cpu_ram_efficient_loading"):
-            found[name] = _flag(written, value)
-        elif name == "reshard_after_forward":
-            found |= _reshard(written, value)
-        elif name == "forward_prefetch":
-            found[name] = int(_flag(written, value))
-        elif name == "state_dict_type":
-            found[name] = state_dict_type_name(value)
-        elif name == "mixed_precision_policy":
-            found["mixed_precision"] = _named_policy(written, value)
+        if field == "sharding_strategy":
+            arguments[field] = _NUMBERED.get(text, value)
+        elif field == "cpu_offload":
+            is_flag = isinstance(value, (str, int))
+            arguments[field] = _flag(name, value) if is_flag else value
+        elif field in ("activation_checkpointing", "cpu_ram_efficient_loading"):
+            arguments[field] = _flag(name, value)
+        elif field == "reshard_after_forward":
+            # With version 1 of FSDP this option held the sharding strategy.
+            if text.upper().lstrip("_") in SHARDING_STRATEGIES:
+                arguments["sharding_strategy"] = value
+            else:
+                arguments[field] = _flag(name, value)
+        elif field == "forward_prefetch":
+            arguments[field] = int(_flag(name, value))  # Accelerate's flag; FSDPStrategy takes a number of units
+        elif field == "state_dict_type":
+            arguments[field] = state_dict_type_name(value)
+        elif field == "mixed_precision_policy":
+            arguments["mixed_precision"] = _named_policy(name, value)
         else:
-            raise ConfigurationError(f"{written}={value!r}: {REMOVED.get(name, 'the option is unknown')}. Remove it.")
-    return found | _units(given)
+            raise ConfigurationError(f"{name}={value!r}: {REMOVED.get(field, 'the option is unknown')}. Remove it.")
+    return arguments | _unit_arguments(options)
 
 
 def _field_of(name: str) -> str:
     """Return the plugin's field for the name of a field or flag, without the prefix `fsdp_`."""
     option = FSDP.find(name) or FSDP.find(f"fsdp_{name}")
-    return (name if option is None else option.name).removeprefix("fsdp_")
+    if option is not None:
+        name = option.name
+    return name.removeprefix("fsdp_")
 
 
-def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+def _unit_arguments(options: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Return the arguments that select the units."""
-    if "auto_wrap_policy" not in given:
+    if "auto_wrap_policy" not in options:
         return {}
-    written, policy = given["auto_wrap_policy"]
+    written, policy = options["auto_wrap_policy"]
     if callable(policy):
         return {"auto_wrap_policy": policy}
     needs = {"TRANSFORMER_BASED_WRAP": _CLASSES, "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": ""}
@@ -113,33 +124,28 @@ def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         )
     if needed == "":
         return {}
-    if needed not in given:
+    if needed not in options:
         flag = FSDP.options[needed].flag
         raise ConfigurationError(
             f"{written}={policy!r} needs {flag}. Add it, or remove both and define the task's shard_units."
         )
-    _, value = given[needed]
+    _, value = options[needed]
     if needed == "min_num_params":
         return {needed: int(str(value))}
-    names = value.split(",") if isinstance(value, str) else value
-    return {"auto_wrap_policy": [part.strip() if isinstance(part, str) else part for part in names or ()]}
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",")]
+    return {"auto_wrap_policy": list(value)}
 
 
-def _reshard(given: str, value: object) -> dict[str, Any]:
-    # With version 1 of FSDP this option held the sharding strategy.
-    if str(getattr(value, "name", value)).upper().lstrip("_") in SHARDING_STRATEGIES:
-        return {"sharding_strategy": value}
-    return {"reshard_after_forward": _flag(given, value)}
-
-
-def _named_policy(given: str, value: object) -> Any:
+def _named_policy(name: str, value: object) -> Any:
+    """Convert a dict or the name of a data type to a policy. Other values are returned unchanged."""
     if isinstance(value, Mapping):
         return mixed_precision_policy(MixedPrecision(**value))
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if isinstance(value, str):
         if value not in dtypes:
             raise ConfigurationError(
-                f"{given}={value!r} is unknown.{nearest(value, dtypes)} Known: {', '.join(dtypes)}."
+                f"{name}={value!r} is unknown.{nearest(value, dtypes)} Known: {', '.join(dtypes)}."
             )
         return MixedPrecisionPolicy(param_dtype=dtypes[value], reduce_dtype=dtypes[value])
     return value
@@ -147,10 +153,10 @@ def _named_policy(given: str, value: object) -> Any:
 
 def _flag(name: str, value: object) -> bool:
     flags = {"true": True, "1": True, "false": False, "0": False, "none": False}
-    found = flags.get(str(value).lower())
-    if found is None:
+    flag = flags.get(str(value).lower())
+    if flag is None:
         raise ConfigurationError(f"{name}={value!r}: use true or false.")
-    return found
+    return flag
 
 
 def sharding_strategy_name(value: object) -> str:
@@ -171,13 +177,18 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
     return str(value)
 
 
-def recomputed_modules(own: object, lightnings: object) -> Any:
-    """Return `activation_checkpointing`, or Lightning's argument for it if that is given. None becomes False."""
-    if lightnings is not None and own not in (None, False):
+def recomputed_modules(activation_checkpointing: object, policy: object) -> Any:
+    """Return `activation_checkpointing`, or `policy` (Lightning's argument for it) if it is not None.
+
+    None becomes False.
+    """
+    if policy is None:
+        return False if activation_checkpointing is None else activation_checkpointing
+    if activation_checkpointing not in (None, False):
         raise ConfigurationError(
             "activation_checkpointing and activation_checkpointing_policy both select modules. Remove one of them."
         )
-    return lightnings if lightnings is not None else own if own is not None else False
+    return policy
 
 
 def offload_flag(value: object) -> bool:
@@ -224,11 +235,7 @@ def check_arguments(
     forward_prefetch: object,
 ) -> None:
     """Check arguments of FSDPStrategy, without the model, the Trainer and the processes."""
-    if device_mesh is not None and (
-        not isinstance(device_mesh, (tuple, list))
-        or len(device_mesh) != 2
-        or not all(isinstance(n, int) and n > 0 for n in device_mesh)
-    ):
+    if device_mesh is not None and not _is_mesh(device_mesh):
         raise ConfigurationError(
             f"device_mesh={device_mesh!r}: use (number of replicas, ranks per replica), such as (2, 4)."
         )
@@ -243,6 +250,12 @@ def check_arguments(
         )
     if not isinstance(forward_prefetch, int) or forward_prefetch < 0:
         raise ConfigurationError(f"forward_prefetch={forward_prefetch!r}: use a number of units, such as 1.")
+
+
+def _is_mesh(value: object) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return all(isinstance(size, int) and size > 0 for size in value)
 
 
 _FULL_ONLY = ("bitsandbytes.", "trainwright.optimizers.")  # modules whose optimizers step full tensors only
@@ -268,19 +281,22 @@ def _check_quantized(optimizer: Optimizer) -> None:
     """Check an optimizer with quantized states, which may need full parameters or unsplit blocks of states."""
     name = type(optimizer).__name__
     modules = [kind.__module__ for kind in type(optimizer).__mro__]
-    sharded = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)]
     if any(module.startswith(_FULL_ONLY) for module in modules):
         raise ConfigurationError(
             f"{name} needs full parameters, and a sharded strategy divides them between ranks. Use an "
             "optimizer of torchao, such as create_optimizer('adamw_8bit', …), or strategy='ddp'."
         )
-    for parameter in sharded if any(module.startswith("torchao.") for module in modules) else ():
-        if not is_even(parameter) and parameter.numel() >= _SMALLEST_QUANTIZED:
-            raise ConfigurationError(
-                f"torchao's {name} needs the same number of rows on every rank, and the rows of a parameter of shape "
-                f"{tuple(parameter.shape)} are not divisible by the number of ranks. Use a divisible number of rows, "
-                "torch.optim.AdamW, or strategy='ddp'."
-            )
+    if not any(module.startswith("torchao.") for module in modules):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if parameter.numel() < _SMALLEST_QUANTIZED or is_even(parameter):
+            continue
+        raise ConfigurationError(
+            f"torchao's {name} needs the same number of rows on every rank, and the rows of a parameter of shape "
+            f"{tuple(parameter.shape)} are not divisible by the number of ranks. Use a divisible number of rows, "
+            "torch.optim.AdamW, or strategy='ddp'."
+        )
 
 
 def mesh_shape(
@@ -299,22 +315,30 @@ def mesh_shape(
     Raises:
         ConfigurationError: The sizes do not match the number of processes.
     """
+    # Ranks are divided by tp, then by cp. For example 16 processes with tp=2 and cp=2 have 4 data-parallel ranks, which
+    # device_mesh=(2, 2) arranges as 2 replicas of 2 shards.
     world = check_tp(tp, devices_per_node * num_nodes)
     if world % cp:
-        near = {size * cp * tp for size in (world // cp, world // cp + 1) if size}
+        processes = "process(es)" if tp == 1 else f"group(s) of tp={tp} processes"
+        fitting = [(world // cp + 1) * cp * tp]
+        if world > cp:
+            fitting.insert(0, world // cp * cp * tp)
         raise ConfigurationError(
-            f"Sequences are split over {cp} ranks (cp or sp), which does not divide the run's {world} "
-            f"{'process(es)' if tp == 1 else f'group(s) of tp={tp} processes'}. Start "
-            f"{' or '.join(map(str, sorted(near)))} processes."
+            f"Sequences are split over {cp} ranks (cp or sp), which does not divide the run's {world} {processes}. "
+            f"Start {' or '.join(map(str, fitting))} processes."
         )
     world //= cp
     if device_mesh is not None:
         replicas, shards = device_mesh
         if replicas * shards != world:
-            groups = (
-                "process(es)" if tp * cp == 1 else f"group(s) of {f'cp={cp} x ' if cp > 1 else ''}tp={tp} processes"
-            )
-            best = (replicas, world // replicas) if world % replicas == 0 else (1, world)
+            groups = "process(es)"
+            if cp > 1:
+                groups = f"group(s) of cp={cp} x tp={tp} processes"
+            elif tp > 1:
+                groups = f"group(s) of tp={tp} processes"
+            best = (1, world)
+            if world % replicas == 0:
+                best = (replicas, world // replicas)
             raise ConfigurationError(
                 f"device_mesh={(replicas, shards)} has {replicas * shards} ranks, and the run has {world} {groups}. "
                 f"Use device_mesh={best}, or change the number of processes."
@@ -335,7 +359,7 @@ def mesh_shape(
 def check_sizes(**sizes: int | None) -> None:
     """Check that arguments are integers of at least 1, or None."""
     for name, size in sizes.items():
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):  # True would be 1
             raise ConfigurationError(f"{name}={size!r}: use an integer of at least 1.")
 
 
@@ -349,9 +373,9 @@ def check_sequence_ranks(cp: int, sp: int) -> None:
 def check_tp(tp: int, world: int) -> int:
     """Return the number of groups of `tp` processes. Raise a ConfigurationError if `tp` does not divide `world`."""
     if world % tp:
-        fitting = [size for size in range(1, world + 1) if world % size == 0]
+        divisors = [size for size in range(1, world + 1) if world % size == 0]
         raise ConfigurationError(
-            f"tp={tp} does not divide the run's {world} process(es). Use tp={' or '.join(map(str, fitting))}, or "
+            f"tp={tp} does not divide the run's {world} process(es). Use tp={' or '.join(map(str, divisors))}, or "
             f"{tp * (world // tp + 1)} processes."
         )
     return world // tp

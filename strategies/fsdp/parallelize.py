@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import loss_parallel
 
 from trainwright.core.errors import TaskError
@@ -49,14 +49,18 @@ class ShardTraces(ModuleTraces):
         super().remove()
         for module in self.modules():
             _module_state_mapping.pop(module, None)  # otherwise the next stage could not shard it again
-            tables = [t for name, t in vars(module).items() if "_hooks" in name and isinstance(t, dict)]
-            added = {key for table in tables for key, hook in table.items() if _is_of_fsdp(hook)}
+            tables = [value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)]
+            added: set[int] = set()
+            for table in tables:
+                added.update(key for key, hook in table.items() if _is_of_fsdp(hook))
+            # Remove the keys from all tables: `_forward_hooks_with_kwargs`, for example, maps them to True.
             for table in tables:
                 for key in added:
                     table.pop(key, None)
 
 
 def _is_of_fsdp(hook: object) -> bool:
+    """Return whether a hook is a function of torch's FSDP."""
     for wrapper in ("hook", "func"):  # attributes of torch's hook wrappers and of partials
         hook = getattr(hook, wrapper, hook)
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
@@ -84,38 +88,46 @@ class Usage:
         self._processes = processes
         self._peers = peers
         self._parameters = dict(model.named_parameters())
-        self._checksum = self._steps = 0
+        self._checksum = 0
+        self._steps = 0
 
     def record(self) -> None:
         """Record a step after its last backward. Collective on the host in the first 3 steps and every 64th step."""
-        self._checksum = zlib.crc32(bytes([p.grad is None for p in self._parameters.values()]), self._checksum)
+        unused = bytes([p.grad is None for p in self._parameters.values()])
+        # The checksum continues that of earlier steps, so that a difference is found at the next comparison.
+        self._checksum = zlib.crc32(unused, self._checksum)
         self._steps += 1
         if self._steps <= _FIRST or self._steps % _PERIOD == 0:
             self.check()
 
     def check(self) -> None:
         """Compare the checksums of each group of peers. If any differ, every rank raises a TaskError. Collective."""
-        found = self._processes.gather_integers([self._peers[0], self._checksum])
-        different = [rank for rank, (first, checksum) in enumerate(found) if checksum != found[first][1]]
-        if different:
-            first = found[different[0]][0]
-            names = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
-            unused = {rank: names[rank] for rank, (other, _) in enumerate(found) if other == first}
-            raise TaskError(
-                f"{type(self._model).__name__} used different parameters on different ranks{_example(unused)}. This "
-                "makes the reduced gradients wrong: under FSDP, each step must use the same parameters on every rank. "
-                "Call the same units, and add 0 * parameter.sum() to the loss for parameters that a batch does not "
-                "use. Or use strategy='ddp_find_unused_parameters_true'."
-            )
+        # Of each rank: [first rank of its peers, checksum].
+        checksums = self._processes.gather_integers([self._peers[0], self._checksum])
+        different = [rank for rank, (first, checksum) in enumerate(checksums) if checksum != checksums[first][1]]
+        if not different:
+            return
+        names = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
+        first_peer = checksums[different[0]][0]
+        unused = {rank: names[rank] for rank, (first, _) in enumerate(checksums) if first == first_peer}
+        raise TaskError(
+            f"{type(self._model).__name__} used different parameters on different ranks{_example(unused)}. This "
+            "makes the reduced gradients wrong: under FSDP, each step must use the same parameters on every rank. "
+            "Call the same units, and add 0 * parameter.sum() to the loss for parameters that a batch does not "
+            "use. Or use strategy='ddp_find_unused_parameters_true'."
+        )
 
 
 def _example(unused: Mapping[int, list[str]]) -> str:
-    everywhere = set.intersection(*map(set, unused.values()))
+    """Name a parameter that one rank used and another did not, from each rank's unused parameters.
+
+    The result is empty if the ranks differ in an earlier step only.
+    """
     for rank, names in unused.items():
         for name in names:
-            if name not in everywhere:
-                other = next(i for i, found in unused.items() if name not in found)
-                return f": in the last step rank {other} used {name}, and rank {rank} did not"
+            for other, names_of_other in unused.items():
+                if name not in names_of_other:
+                    return f": in the last step rank {other} used {name}, and rank {rank} did not"
     return ""
 
 
@@ -126,9 +138,12 @@ def fsdp_precision(
     if policy is not None:
         return policy
     # The root does not cast inputs, so that targets keep their precision. Autocast casts where needed.
-    narrow = precision.autocast_dtype
-    wide = None if narrow is None else torch.float32
-    return MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide, cast_forward_inputs=not is_root)
+    reduce_dtype = None
+    if precision.autocast_dtype is not None:
+        reduce_dtype = torch.float32  # sums over many ranks lose too much in 16 bits
+    return MixedPrecisionPolicy(
+        param_dtype=precision.autocast_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=not is_root
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +152,9 @@ class Sharding:
 
     Attributes:
         reshard: `reshard_after_forward` of units; see `FSDPStrategy`.
-        reshard_root: `reshard_after_forward` of the root. None: torch's default.
+        reshard_root: `reshard_after_forward` of the root. None selects torch's default.
         precision: Precision of the run.
-        mixed_precision: A torch policy. None: derived from `precision`.
+        mixed_precision: A torch policy. None derives it from `precision`.
         cpu_offload: Keep shards on the host.
         prefetch: Number of units that are gathered ahead of their use.
     """
@@ -153,9 +168,8 @@ class Sharding:
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
-        """The data type of gathered parameters. None: that of the shards."""
-        policy = self.mixed_precision
-        return self.precision.autocast_dtype if policy is None else policy.param_dtype
+        """The data type of gathered parameters. None is the data type of the shards."""
+        return fsdp_precision(self.precision, self.mixed_precision).param_dtype
 
     def apply(
         self,
@@ -215,14 +229,15 @@ def parallelize(
         units: The parts that are gathered separately, inner ones first.
         mesh: All axes of the run, by name.
         plan: The strategy's argument `tensor_parallel_plan`, used if the mesh has the axis `tp`.
-        compile_options: Arguments of `torch.compile`. None: units are not compiled.
+        compile_options: Arguments of `torch.compile`. None disables compilation.
         building: Initializes `roots`. None means that `roots` are already initialized.
         sharding: Options of sharding over the data-parallel `ranks`. None disables sharding.
-        experts: Divides the experts of the model. `sharding` then shards the other parameters. None: no experts.
+        experts: Divides the experts of the model. `sharding` then shards the other parameters. None for a model
+            without divided experts.
         context: Creates the context of a forward outside of a step.
     """
     with ExitStack() as undo:  # undoes the steps below if a later one raises
-        layers = gather = None
+        layers = None
         if "tp" in (mesh.mesh_dim_names or ()):
             layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"], nn.ModuleList(roots))
         undo.callback(recomputed.unwrap)
@@ -232,12 +247,14 @@ def parallelize(
             for unit in compile_blocks(units, compile_options):
                 undo.callback(vars(unit).pop, "_compiled_call_impl", None)
         traces = ShardTraces(nn.ModuleList(roots))
+        # Callbacks run in reverse order: experts, hooks of fully_shard, split layers, compilation, recomputation.
         if layers is not None:
             undo.callback(layers.undo)
         undo.callback(traces.remove)
         if experts is not None:
             undo.callback(experts.undo)
         built = None if building is None else building.names_to_reset(model, ranks.processes)
+        # Inner parts first: fully_shard ignores parameters that an inner part already shards.
         for part in (*units, *roots):
             if built is not None:
                 materialize(model, part, built, device)
@@ -246,20 +263,20 @@ def parallelize(
             ignored = () if experts is None else experts.divide(part)
             if sharding is not None:
                 sharding.apply(part, data_axes(mesh), device, is_root=part in roots, ignored=ignored)
+        gather = None
         if sharding is not None:
             sharding.prefetch_units(units)
             if sharding.precision.fp8_all_gather:
                 gather = Float8Gather(roots[0], units)
                 undo.callback(gather.undo)
         traces.note()
-        splits_loss = False
+        outputs_split = None
         if layers is not None:
-            splits_loss = layers.splits_loss
-            if splits_loss:
+            outputs_split = layers.splits_loss
+            if layers.splits_loss:
                 undo.enter_context(loss_parallel())
         if sharding is not None and building is not None:
             undo.enter_context(OutsideSteps(roots[0], units, context).gathered(model))
-        outputs_split = None if layers is None else splits_loss
         return ParallelModel(
             model, roots, units, mesh, ranks, undo.pop_all(), gather, experts, outputs_split=outputs_split
         )
@@ -270,7 +287,7 @@ class ParallelModel:
 
     Attributes:
         is_wrapped: False once `unwrap` was called.
-        usage: Check that all ranks use the same parameters. None if all ranks see the same data.
+        usage: The check that all ranks use the same parameters. None if all ranks see the same data.
         counted: id of a parameter → True if a sum over all ranks includes this rank's shard of the parameter.
     """
 
@@ -285,7 +302,7 @@ class ParallelModel:
         gather: Float8Gather | None,
         experts: DividedExperts | None,
         *,
-        outputs_split: bool | None,
+        outputs_split: bool | None,  # outputs are DTensors that a forward leaves sharded; None without split layers
     ) -> None:
         self.root: Any = roots[0]
         self._roots: list[Any] = list(roots)
@@ -300,14 +317,13 @@ class ParallelModel:
         self._outputs_split = outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(self.root, FSDPModule)
-        self._syncs = True
-        self._sums = False
-        # fully_shard itself gives gradients the placements of its parameters.
-        self._split = (
-            []
-            if self._is_sharded
-            else [(p, p.placements) for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
-        )
+        self._syncs = True  # the next backward reduces gradients
+        self._sums = False  # there may be gradients that were not reduced
+        self._split: list[tuple[DTensor, tuple[Placement, ...]]] = []
+        if not self._is_sharded:  # fully_shard itself gives gradients the placements of its parameters
+            for parameter in model.parameters():
+                if isinstance(parameter, DTensor) and parameter.requires_grad:
+                    self._split.append((parameter, parameter.placements))
 
     # Steps
 
@@ -329,12 +345,15 @@ class ParallelModel:
 
     def reshard(self) -> None:
         """Free the gathered parameters after a forward without a backward. Not collective."""
-        for module in (*self._roots, *self._units) if self._is_sharded else ():
-            module.reshard()
+        if self._is_sharded:
+            for module in (*self._roots, *self._units):
+                module.reshard()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the forward of the model of a user-written loop. Collective."""
-        return self._run_unsharded(*args, **kwargs) if torch.is_grad_enabled() else self.evaluate(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return self._run_unsharded(*args, **kwargs)
+        return self.evaluate(*args, **kwargs)
 
     def synchronize(self, last: bool) -> None:
         """Make the next backward reduce-scatter gradients if it is the last one of a step. Not collective."""
@@ -363,12 +382,12 @@ class ParallelModel:
 
     def shards_of_gathered(self) -> dict[int, torch.Tensor]:
         """Return the shard of each parameter that a forward has gathered, by the id of the gathered one."""
-        found: dict[int, torch.Tensor] = {}
+        shards: dict[int, torch.Tensor] = {}
         for sharded in self._sharded_parameters():
-            gathered = getattr(sharded, "_unsharded_param", None)
+            gathered = _gathered(sharded)
             if gathered is not None:
-                found[id(gathered)] = sharded.sharded_param
-        return found
+                shards[id(gathered)] = sharded.sharded_param
+        return shards
 
     def sums(self) -> Iterator[tuple[set[int], torch.Tensor]]:
         """Yield accumulated gradients that have not been reduced over the ranks. Not collective.
@@ -376,10 +395,13 @@ class ParallelModel:
         The ids of the sharded and of the gathered parameter are yielded with each gradient.
         """
         for sharded in self._sharded_parameters():
-            gathered = getattr(sharded, "_unsharded_param", None)
-            for summed in (sharded.unsharded_accumulated_grad, None if gathered is None else gathered.grad):
-                if summed is not None:
-                    yield {id(sharded.sharded_param), id(gathered)}, summed
+            gathered = _gathered(sharded)
+            ids = {id(sharded.sharded_param), id(gathered)}
+            # With a reduce_dtype, torch moves sums of this type from `grad` to `unsharded_accumulated_grad`.
+            if sharded.unsharded_accumulated_grad is not None:
+                yield ids, sharded.unsharded_accumulated_grad
+            if gathered is not None and gathered.grad is not None:
+                yield ids, gathered.grad
 
     def reduced(self) -> Iterator[tuple[set[int], torch.Tensor]]:
         """Yield gradients that have been reduced over the ranks, also of parameters that are gathered now.
@@ -389,7 +411,7 @@ class ParallelModel:
         for sharded in self._sharded_parameters():
             parameter = sharded.sharded_param
             if parameter.grad is not None:
-                yield {id(parameter), id(getattr(sharded, "_unsharded_param", None))}, parameter.grad
+                yield {id(parameter), id(_gathered(sharded))}, parameter.grad
 
     def forget_sums(self) -> None:
         """Discard accumulated gradients that have not been reduced over the ranks. Not collective.
@@ -397,20 +419,22 @@ class ParallelModel:
         In torch 2.13, `FSDPModule.reset_iter_state` does not discard the gradients of gathered parameters, although its
         docstring says so.
         """
-        for root in self._roots if self._is_sharded else ():
-            reset_iteration(root)
+        if self._is_sharded:
+            for root in self._roots:
+                reset_iteration(root)
         for sharded in self._sharded_parameters():
             sharded.unsharded_accumulated_grad = None
-            gathered = getattr(sharded, "_unsharded_param", None)
+            gathered = _gathered(sharded)
             if gathered is not None:
                 gathered.grad = None
         self._sums = False
 
     def _sharded_parameters(self) -> Iterator[Any]:
         """Yield torch's records of the sharded parameters."""
-        for module in (*self._roots, *self._units) if self._is_sharded else ():
-            for group in parameter_groups(module):
-                yield from group.fsdp_params
+        if self._is_sharded:
+            for module in (*self._roots, *self._units):
+                for group in parameter_groups(module):
+                    yield from group.fsdp_params
 
     def _redistribute_gradients(self) -> None:
         """Redistribute each gradient to the placements of its parameter. Used without FSDP.
@@ -423,10 +447,12 @@ class ParallelModel:
             grad: Any = parameter.grad
             if grad is None or grad.placements == placements:
                 continue
-            if grad.placements[0].is_partial() and placements[0].is_replicate():
+            is_partial_sum = grad.placements[0].is_partial() and placements[0].is_replicate()
+            if is_partial_sum:
                 by_dtype.setdefault(grad.dtype, []).append(parameter)
             else:
                 parameter.grad = grad.redistribute(placements=placements)
+        # One all-reduce of a flat vector per data type, instead of one per norm.
         for parameters in by_dtype.values():
             parts = [parameter.grad.to_local() for parameter in parameters]
             flat = torch.cat([part.reshape(-1) for part in parts])
@@ -450,5 +476,15 @@ class ParallelModel:
         self.is_wrapped = False
         self.reshard()
         self._undo.close()
-        self.root = self.mesh = self.usage = self._gather = self._experts = None
+        # Shards and process groups must be freed even if references to this object remain.
+        self.root = None
+        self.mesh = None
+        self.usage = None
+        self._gather = None
+        self._experts = None
         self._units = []
+
+
+def _gathered(sharded: Any) -> torch.Tensor | None:
+    """Return the gathered parameter of one of torch's records. None before the first all-gather."""
+    return getattr(sharded, "_unsharded_param", None)

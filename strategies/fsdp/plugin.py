@@ -106,11 +106,11 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         """
         del buffer_autocast
         if self.mixed_precision_policy is None or override:
-            self.mixed_precision_policy = (
-                mixed_precision
-                if isinstance(mixed_precision, str)
-                else MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision)
-            )
+            if isinstance(mixed_precision, str):
+                self.mixed_precision_policy = mixed_precision
+            else:
+                policy = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision)
+                self.mixed_precision_policy = policy
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
         """Set the type of the states that are saved from now on. Every process must set the same type.
@@ -157,28 +157,30 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             ConfigurationError: An option is unknown, or the strategy does not support it.
         """
         config = self.to_dict()
-        kinds = {name: _kind(name, config.pop(name)) for name in ("state_dict_config", "optim_state_dict_config")}
-        for name, kind in kinds.items():
-            if kind is not None and state_dict_type_name(config["state_dict_type"] or kind) != kind:
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            torch_config = config.pop(name)
+            if torch_config is None:
+                continue
+            kind = _kind(name, torch_config)
+            if not config["state_dict_type"]:
+                config["state_dict_type"] = kind
+            elif state_dict_type_name(config["state_dict_type"]) != kind:
                 raise ConfigurationError(
-                    f"{name}={type(getattr(self, name)).__name__} and state_dict_type={self.state_dict_type!r} differ. "
+                    f"{name}={type(torch_config).__name__} and state_dict_type={self.state_dict_type!r} differ. "
                     "Remove one of them."
                 )
-            config["state_dict_type"] = config["state_dict_type"] or kind
         if str(self.backward_prefetch).upper() == "NO_PREFETCH":
-            del config["backward_prefetch"]
+            del config["backward_prefetch"]  # FSDP2 always prefetches
         if config.pop("fsdp_version") not in (None, 1, 2):
             raise ConfigurationError(f"fsdp_version={self.fsdp_version!r} is unknown. Use 2.")
-        named = str(self.auto_wrap_policy).upper() == "TRANSFORMER_BASED_WRAP"
-        if named and self.transformer_cls_names_to_wrap is None:
+        by_classes = str(self.auto_wrap_policy).upper() == "TRANSFORMER_BASED_WRAP"
+        if by_classes and self.transformer_cls_names_to_wrap is None:
             del config["auto_wrap_policy"]  # the model names its units
         return FSDPStrategy.from_config(config)
 
 
-def _kind(name: str, config: object) -> str | None:
+def _kind(name: str, config: object) -> str:
     """Return the `state_dict_type` of a torch configuration."""
-    if config is None:
-        return None
     if isinstance(config, (FullStateDictConfig, FullOptimStateDictConfig)):
         return "full"
     if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
@@ -215,4 +217,6 @@ class TorchTensorParallelPlugin(KwargsHandler):
                 "Remove it."
             )
         size = 1 if self.tp_size is None else self.tp_size
-        return TensorParallelStrategy(tp=size) if size == num_processes else FSDPStrategy(tp=size)
+        if size == num_processes:
+            return TensorParallelStrategy(tp=size)
+        return FSDPStrategy(tp=size)

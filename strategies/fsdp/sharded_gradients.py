@@ -31,7 +31,9 @@ class ShardedGradients(Gradients):
         self.models: list[ParallelModel] = []
 
     def stored(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        shards = {key: shard for model in self.models for key, shard in model.shards_of_gathered().items()}
+        shards: dict[int, torch.Tensor] = {}  # by id of the gathered parameter, which is not the shard
+        for model in self.models:
+            shards.update(model.shards_of_gathered())
         return [shards.get(id(parameter), parameter) for parameter in parameters]
 
     def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
@@ -43,32 +45,42 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        counts = {key: counts for model in self.models for key, counts in model.counted.items()}
-        main = not dist.is_initialized() or dist.get_rank() == 0  # counts parameters that every rank holds
-        held = [(p.grad, counts.get(id(p), main)) for p in parameters if p.grad is not None]
-        return clip_shards([(local_shard(grad), is_counted) for grad, is_counted in held], clip, self.device)
+        counted: dict[int, bool] = {}
+        for model in self.models:
+            counted.update(model.counted)
+        # Every rank holds the full value of a parameter of no model. Rank 0 counts it.
+        is_main = not dist.is_initialized() or dist.get_rank() == 0
+        shards: list[tuple[torch.Tensor, bool]] = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                shards.append((local_shard(parameter.grad), counted.get(id(parameter), is_main)))
+        return clip_shards(shards, clip, self.device)
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
-        wanted = list(parameters)
-        ids = set(map(id, wanted))
-        grads = [parameter.grad for parameter in wanted if parameter.grad is not None]
+        parameters = list(parameters)
+        ids = set(map(id, parameters))
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # Between forward and backward some parameters are gathered. The gradients of their shards exist beside them, if
         # each micro-batch is reduced, or else their own accumulated gradients.
         for model in self.models:
-            grads += [grad for owners, grad in (*model.reduced(), *model.sums()) if ids & owners]
-        for grad in {id(grad): grad for grad in grads}.values():
+            for owners, grad in (*model.reduced(), *model.sums()):
+                if ids & owners:
+                    grads.append(grad)
+        by_id = {id(grad): grad for grad in grads}  # a gradient that was found twice is scaled once
+        for grad in by_id.values():
             local_shard(grad).mul_(factor)
 
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
-        wanted = list(parameters)
-        ids = set(map(id, wanted))
+        parameters = list(parameters)
+        ids = set(map(id, parameters))
         had_sums = False
         for model in self.models:
-            own_sums = any(ids & owners for owners, _ in model.sums())
-            if own_sums or (model.holds_sums and not ids.isdisjoint(model.counted)):
+            has_sums = any(ids & owners for owners, _ in model.sums())
+            may_have_sums = model.holds_sums and not ids.isdisjoint(model.counted)
+            if has_sums or may_have_sums:
                 model.forget_sums()
-            had_sums |= own_sums
-        return free_gradients(wanted) or had_sums
+            had_sums |= has_sums
+        return free_gradients(parameters) or had_sums
 
 
 class ShardScaler(torch.amp.GradScaler):
@@ -78,15 +90,16 @@ class ShardScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         # Torch's method passes all gradients to one operator, which does not accept tensors of several meshes.
-        flags: dict[torch.device, torch.Tensor] = {}
+        flags: dict[torch.device, torch.Tensor] = {}  # 1 if a gradient on the device is infinite or NaN
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    grad = local_shard(parameter.grad)
-                    if grad.dtype == torch.float16 and not allow_fp16:
-                        raise ValueError("Attempting to unscale FP16 gradients.")
-                    by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+                if parameter.grad is None:
+                    continue
+                grad = local_shard(parameter.grad)
+                if grad.dtype == torch.float16 and not allow_fp16:
+                    raise ValueError("Attempting to unscale FP16 gradients.")
+                by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
         for (device, _), grads in by_kind.items():
             flag = flags.setdefault(device, found_inf.to(device, copy=True))
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
@@ -98,9 +111,9 @@ class ShardScaler(torch.amp.GradScaler):
         With gradients on the host (`cpu_offload`), the exchange blocks on the device.
         """
         super().unscale_(optimizer)
-        found: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        flags: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         assert self._scale is not None  # checked by torch
-        for flag in found.values():
+        for flag in flags.values():
             shared = flag.to(self._scale.device)
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
             if shared is not flag:

@@ -192,14 +192,14 @@ class FSDPStrategy(DataParallel):
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        """Check the numbers of ranks that split layers, sequences and experts."""
+        """Check `tp`, `cp`, `sp` and `ep`."""
         check_tp_size(self.tp)
         check_sequence_ranks(self.cp, self.sp)
         check_ep_size(self.ep, self.tp)
 
     @property
     def split_plan(self) -> GivenPlan | None:
-        """The layers that tensor parallelism splits. None: the result of the task's `tensor_parallel_plan`."""
+        """The layers that tensor parallelism splits. None selects the result of the task's `tensor_parallel_plan`."""
         return self.tensor_parallel_plan
 
     @classmethod
@@ -229,7 +229,8 @@ class FSDPStrategy(DataParallel):
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
-        self.check_converts(settings, self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted)
+        can_split_converted = self.mesh_shape(settings).tp == 1 or settings.precision.splits_converted
+        self.check_converts(settings, can_split_converted)
         if self.cp * self.sp > 1 and settings.compile_options is not None:
             raise ConfigurationError(
                 f"compile=True is not supported with cp={self.cp}, sp={self.sp}: ranks communicate within attention. "
@@ -239,12 +240,17 @@ class FSDPStrategy(DataParallel):
             raise ConfigurationError(
                 f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Remove one of them."
             )
-        if settings.precision.fp8_all_gather and (self.cpu_offload or type(self.reshard_after_forward) is int):
-            name = "cpu_offload" if self.cpu_offload else "reshard_after_forward"
-            raise ConfigurationError(
-                f"fp8_all_gather=True with {name}={getattr(self, name)!r}: weights are not gathered in float8 with it. "
-                "Remove one of them."
-            )
+        if settings.precision.fp8_all_gather:
+            obstacle = None
+            if self.cpu_offload:
+                obstacle = f"cpu_offload={self.cpu_offload!r}"
+            elif type(self.reshard_after_forward) is int:  # a number of ranks; not a bool
+                obstacle = f"reshard_after_forward={self.reshard_after_forward!r}"
+            if obstacle is not None:
+                raise ConfigurationError(
+                    f"fp8_all_gather=True with {obstacle}: weights are not gathered in float8 with it. "
+                    "Remove one of them."
+                )
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):
@@ -264,11 +270,17 @@ class FSDPStrategy(DataParallel):
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         shape = self.mesh_shape(settings)
         policy = fsdp_precision(settings.precision, mixed_precision_policy(self.mixed_precision))
-        by_rows = shape.tp == shape.pp == self.ep == 1 and not self.cpu_offload
-        shards = shape.dp_shard * shape.cp if by_rows else None
-        by_unit = self.reshard_after_forward is None and self.sharding_strategy in RESHARDING
-        units = () if task is None else tuple(find_units(task, self.auto_wrap_policy, self.min_num_params))
-        peak = "fsdp" if by_rows and by_unit else None
+        units: tuple[nn.Module, ...] = ()
+        if task is not None:
+            units = tuple(find_units(task, self.auto_wrap_policy, self.min_num_params))
+        # The estimate of memory needs parameters that are divided by rows only and stay on the device.
+        shards = None
+        peak = None
+        is_plain = shape.tp == shape.pp == self.ep == 1
+        if is_plain and not self.cpu_offload:
+            shards = shape.dp_shard * shape.cp
+            frees_units = self.reshard_after_forward is None and self.sharding_strategy in RESHARDING
+            peak = "fsdp" if frees_units else None
         return StrategyOutline(shape, units, shards, policy.param_dtype, policy.reduce_dtype, reduces=True, peak=peak)
 
     def engine(self, settings: EngineSettings) -> Engine:
@@ -292,9 +304,12 @@ class FSDPEngine(ParallelEngine):
         super().start(topology)
         self.gradients = ShardedGradients(self.device)
         shape = self.strategy.mesh_shape(self.settings)
-        self.mesh = mesh = shape.device_mesh(self.settings.device_type, shards=self._sharding() is not None)
-        apart = 1 < shape.dp_replicate * shape.dp_shard * shape.cp < shape.size
-        self.data_ranks = shape.data_ranks(self.processes, data_group(mesh) if apart else None)
+        self.mesh = shape.device_mesh(self.settings.device_type, shards=self._sharding() is not None)
+        group = None  # of all ranks
+        num_data_ranks = shape.dp_replicate * shape.dp_shard * shape.cp
+        if 1 < num_data_ranks < shape.size:
+            group = data_group(self.mesh)
+        self.data_ranks = shape.data_ranks(self.processes, group)
         if shape.cp > 1:
             kind: Kind = "ring" if self.strategy.cp > 1 else "ulysses"
             self.sequences = SplitSequences(shape.sequence_group(), kind)
@@ -308,19 +323,21 @@ class FSDPEngine(ParallelEngine):
         float32.
         """
         self._check_before(models, optimizers)
-        found: list[PreparedModel] = []
-        for model, root in zip(models, roots or models, strict=True):
-            if roots:
+        prepared: list[PreparedModel] = []
+        if roots:  # of a Trainer, where no list keeps the full parameters: each is freed once it is sharded
+            for model, root in zip(models, roots, strict=True):
                 sharded = self._parallelize(model, [root], self._building)
-                found.append(PreparedModel(sharded.training_call, attributes=model, evaluate=sharded.evaluate))
-                continue
-            before = list(model.parameters())  # not in a Trainer, whose full parameters are freed one after the other
+                prepared.append(PreparedModel(sharded.training_call, attributes=model, evaluate=sharded.evaluate))
+            return Prepared(prepared, self._over_shards(optimizers))
+
+        for model in models:
+            before = list(model.parameters())  # the optimizers of a user-written loop refer to them
             if self.precision.autocast_dtype is not None:
                 widen(before)
-            sharded = self._parallelize(model, [root], self._building)
+            sharded = self._parallelize(model, [model], self._building)
             self._replaced.update(zip(before, model.parameters(), strict=True))
-            found.append(PreparedModel(call=sharded, attributes=model))
-        return Prepared(found, self._over_shards(optimizers))
+            prepared.append(PreparedModel(call=sharded, attributes=model))
+        return Prepared(prepared, self._over_shards(optimizers))
 
     def _check_before(self, models: Sequence[nn.Module], optimizers: Optimizers) -> None:
         """Check what can be checked before a model is changed."""
@@ -331,7 +348,7 @@ class FSDPEngine(ParallelEngine):
             check_can_be_sharded(model)
 
     def _over_shards(self, optimizers: Optimizers) -> list[Optimizer]:
-        """Return the optimizers, which step the shards. Creates them if a function is passed."""
+        """Return the optimizers, which step the shards. Create them if a function is passed."""
         stepped = made(optimizers)
         for optimizer in stepped:
             self._refer_to_shards(optimizer)
@@ -376,25 +393,27 @@ class FSDPEngine(ParallelEngine):
         """Shard a model, or the parts of it within `roots`. Collective.
 
         Args:
-            building: Initializes `roots`. None: `roots` are already initialized and have activation checkpointing.
+            building: Initializes `roots`. None if `roots` are already initialized and have activation checkpointing.
         """
         check_can_be_sharded(model)
         assert self.mesh is not None  # made in `start`
-        given = self.strategy
-        inside = {module for root in roots for module in root.modules()}
-        units = [u for u in find_units(model, given.auto_wrap_policy, given.min_num_params) if u in inside]
-        warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
+        strategy = self.strategy
+        modules_of_roots = {module for root in roots for module in root.modules()}
+        units = find_units(model, strategy.auto_wrap_policy, strategy.min_num_params)
+        units = [unit for unit in units if unit in modules_of_roots]
+        warn_of_large_rest(model, units, strategy.mesh_shape(self.settings).dp_shard)
+        recomputed = Recomputed(False, None) if building is None else self._recomputed()
         sharding = self._sharding()
         experts = None
-        if given.ep > 1 and sharding is not None:
-            experts = DividedExperts(model, given.ep, self.mesh, self.data_ranks, sharding.parameter_dtype)
-        found = parallelize(
+        if strategy.ep > 1 and sharding is not None:
+            experts = DividedExperts(model, strategy.ep, self.mesh, self.data_ranks, sharding.parameter_dtype)
+        parallel_model = parallelize(
             model,
             roots,
             units,
             self.mesh,
-            plan=given.split_plan,
-            recomputed=Recomputed(False, None) if building is None else self._recomputed(),
+            plan=strategy.split_plan,
+            recomputed=recomputed,
             compile_options=self.settings.compile_options,
             building=building,
             sharding=sharding,
@@ -404,23 +423,26 @@ class FSDPEngine(ParallelEngine):
             context=lambda: self.precision.forward_context(self.device.type),
         )
         if self.sequences is not None:
-            found.until_unwrapped(self.sequences.models(model))
-        self.gradients.models.append(found)
-        return found
+            parallel_model.until_unwrapped(self.sequences.models(model))
+        self.gradients.models.append(parallel_model)
+        return parallel_model
 
     def _recomputed(self) -> Recomputed:
         return Recomputed(self.strategy.activation_checkpointing or False, self.strategy.activation_checkpointing_save)
 
     def _sharding(self) -> Sharding | None:
-        given = self.strategy
-        reshard = given.reshard_after_forward
+        """Return the options of `fully_shard`. None in an engine that only splits layers."""
+        strategy = self.strategy
+        reshard = strategy.reshard_after_forward
+        if reshard is None:
+            reshard = strategy.sharding_strategy in RESHARDING
         return Sharding(
-            reshard=given.sharding_strategy in RESHARDING if reshard is None else reshard,
-            reshard_root=reshard,
+            reshard=reshard,
+            reshard_root=strategy.reshard_after_forward,
             precision=self.precision,
-            mixed_precision=mixed_precision_policy(given.mixed_precision),
-            cpu_offload=offload_flag(given.cpu_offload),
-            prefetch=given.forward_prefetch,
+            mixed_precision=mixed_precision_policy(strategy.mixed_precision),
+            cpu_offload=offload_flag(strategy.cpu_offload),
+            prefetch=strategy.forward_prefetch,
         )
 
     # The step
@@ -477,6 +499,7 @@ class FSDPEngine(ParallelEngine):
     # Evaluation, saves and the end
 
     def begin_evaluation(self) -> None:
+        # Buffers such as running means differ between ranks, which see different data.
         for buffer in self.task.buffers():
             dist.broadcast(local_shard(buffer), src=0)
 
@@ -488,9 +511,13 @@ class FSDPEngine(ParallelEngine):
     def unshard(self) -> None:
         self.begin_save()
         self._unwrap()
-        weights = self.strategy.weights_after_stage
-        is_main = self.processes.rank == 0
-        unshard_task(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
+        unshard_task(
+            self.task,
+            self.optimizers,
+            self.device,
+            weights=self.strategy.weights_after_stage,
+            is_main=self.processes.rank == 0,
+        )
 
     def _unwrap(self) -> None:
         """Remove everything except the shards from the task. Not collective."""

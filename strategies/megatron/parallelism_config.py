@@ -12,7 +12,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.strategies.ddp.strategy import DDPStrategy
 from trainwright.strategies.experts.layers import check_ep_size
-from trainwright.strategies.fsdp.options import check_sequence_ranks
+from trainwright.strategies.fsdp.options import check_sequence_ranks, check_sizes
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.megatron.option_table import PARALLELISM
@@ -65,11 +65,9 @@ class ParallelismConfig(KwargsHandler):
         super().__post_init__()
         for axis in (*_AXES, "ep"):
             name = f"{axis}_size"
-            size = getattr(self, name)
-            if size is None:
+            if getattr(self, name) is None:
                 setattr(self, name, 1)
-            elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigurationError(f"{name}={size!r}: use an integer of at least 1.")
+            check_sizes(**{name: getattr(self, name)})
         check_sequence_ranks(self._size("cp"), self._size("sp"))
         for name in ("tp_handler", "cp_handler", "sp_handler"):
             if getattr(self, name) is not None:
@@ -132,9 +130,14 @@ class ParallelismConfig(KwargsHandler):
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh:
         """Return torch's mesh with the active axes. Collective."""
-        sizes = {axis: self._size(axis) for axis in _AXES if axis != "sp"}
-        sizes["cp"] *= self._size("sp")
-        return MeshShape(**sizes).device_mesh(device_type)
+        shape = MeshShape(
+            pp=self._size("pp"),
+            dp_replicate=self._size("dp_replicate"),
+            dp_shard=self._size("dp_shard"),
+            cp=self._size("cp") * self._size("sp"),  # one axis for both, since only one of them is above 1
+            tp=self._size("tp"),
+        )
+        return shape.device_mesh(device_type)
 
     def strategy(self, num_processes: int) -> Strategy:
         """Return the strategy to use if no other plugin selects a strategy.
@@ -157,7 +160,9 @@ class ParallelismConfig(KwargsHandler):
         if self.active_mesh_dims == ["tp"]:
             return TensorParallelStrategy(tp=self._size("tp"))
         splits_models_or_sequences = self.tp_enabled or self.cp_enabled or self.sp_enabled
-        return FSDPStrategy() if splits_models_or_sequences else DDPStrategy()
+        if splits_models_or_sequences:
+            return FSDPStrategy()
+        return DDPStrategy()
 
     def arranged(self, strategy: Strategy, num_processes: int) -> Strategy:
         """Return another plugin's strategy with the sizes of this object. Only an `FSDPStrategy` is changed.
@@ -173,6 +178,7 @@ class ParallelismConfig(KwargsHandler):
                 f"ParallelismConfig has {sizes} = {self.total_size} ranks, but there are {num_processes} processes. "
                 f"Start {self.total_size} processes, or change the sizes."
             )
+        # A MegatronStrategy is an FSDPStrategy that already has its sizes.
         if isinstance(strategy, MegatronStrategy) or not isinstance(strategy, FSDPStrategy):
             return strategy
         if self.pp_enabled:

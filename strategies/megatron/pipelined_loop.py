@@ -87,8 +87,10 @@ class PipelineLoop:
         Returns:
             The mean of the weighted loss over the data-parallel ranks (0-dim). `backward` of the mean has no effect.
         """
-        losses: list[torch.Tensor] = []
-        weights = [1 / len(batches)] * len(batches) if shares is None else shares
+        losses: list[torch.Tensor] = []  # weighted
+        weights = shares
+        if weights is None:
+            weights = [1 / len(batches)] * len(batches)
         device = self.pipeline.links.device
 
         def call(i: int, _is_last: bool) -> torch.Tensor:
@@ -103,10 +105,13 @@ class PipelineLoop:
         drawn = int(torch.randint(2**62, ()))  # makes random numbers differ between calls
         with torch.autocast(device.type, enabled=False):  # for backward; forwards enter their own context
             self.runner.run(batches, call, weigh, drawn)
-        own_loss = float(torch.stack(losses).sum()) if losses else 0.0  # only the last stage has losses
-        of_ranks = self.runner.processes.gather_object((self.runner.source, own_loss))
-        sources = {source for source, _ in of_ranks}  # one rank for each pipeline
-        mean = sum(of_ranks[source][1] for source in sources) / len(sources)
+        loss_of_rank = 0.0
+        if losses:  # only the last stage has losses
+            loss_of_rank = float(torch.stack(losses).sum())
+        # Of each rank: (the rank of its pipeline that has the loss, its loss).
+        gathered = self.runner.processes.gather_object((self.runner.source, loss_of_rank))
+        sources = {source for source, _ in gathered}
+        mean = sum(gathered[source][1] for source in sources) / len(sources)
         return torch.tensor(mean, device=device).requires_grad_()
 
 

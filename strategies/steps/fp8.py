@@ -86,34 +86,36 @@ class Fp8(Precision):
 
     def convert(self, models: Sequence[nn.Module], device: torch.device, undo: contextlib.ExitStack) -> None:
         config = self._config(device)
-        names = [name for model in models for name, _ in model.named_modules()]
-        for skipped in self.skip if models else ():
-            if skipped not in names:
+        if not models:
+            return
+        class_names = ", ".join(type(model).__name__ for model in models)
+        module_names = [name for model in models for name, _ in model.named_modules()]
+        for skipped in self.skip:
+            if skipped not in module_names:
                 raise ConfigurationError(
-                    f"Fp8(skip={self.skip!r}): {', '.join(type(model).__name__ for model in models)} has no module "
-                    f"{skipped!r}.{nearest(skipped, names)}"
+                    f"Fp8(skip={self.skip!r}): {class_names} has no module {skipped!r}.{nearest(skipped, module_names)}"
                 )
-        converted = []
-        left = []
+        num_converted = 0
+        in_bf16: list[str] = []  # remaining layers, each with the reason
         for model in models:
             for name, layer in linear_layers(model):
-                reason = "" if is_converted(layer) else self._reason_against(model, name, layer)
-                if reason:
-                    left.append(
-                        f"{name or type(layer).__name__} ({layer.in_features} × {layer.out_features}: {reason})"
-                    )
+                if is_converted(layer):  # by the user, or because models share the layer
+                    num_converted += 1
                     continue
-                converted.append(name)
-                if not is_converted(layer):
-                    undo.callback(convert_layer(layer, config))
-        if not converted and models:
+                reason = self._reason_against(model, name, layer)
+                if reason:
+                    sizes = f"{layer.in_features} × {layer.out_features}"
+                    in_bf16.append(f"{name or type(layer).__name__} ({sizes}: {reason})")
+                    continue
+                undo.callback(convert_layer(layer, config))
+                num_converted += 1
+        if num_converted == 0:
+            reasons = _listed(in_bf16) if in_bf16 else "It has no linear layers"
             raise ConfigurationError(
-                f"precision='fp8', but no linear layer of {', '.join(type(model).__name__ for model in models)} can "
-                f"be converted. {_listed(left) or 'It has no linear layers'}. Use precision='bf16-mixed', or larger "
-                "layers."
+                f"precision='fp8', but no linear layer of {class_names} can be converted. {reasons}. Use "
+                "precision='bf16-mixed', or larger layers."
             )
-        if converted:
-            rank_zero_info(f"fp8: {len(converted)} linear layers compute in float8. Left in bf16: {_listed(left)}.")
+        rank_zero_info(f"fp8: {num_converted} linear layers compute in float8. Left in bf16: {_listed(in_bf16)}.")
 
     def _config(self, device: torch.device) -> Any:
         """Return torchao's configuration for a device. On a device without float8 hardware, float8 is emulated."""
@@ -137,6 +139,7 @@ class Fp8(Precision):
         return replace(config, emulate=True)
 
     def _reason_against(self, model: nn.Module, name: str, layer: nn.Linear) -> str:
+        """Return why a layer is not converted. Empty if it is converted."""
         sizes = (layer.in_features, layer.out_features)
         if type(layer) is not nn.Linear:
             return f"a {type(layer).__name__}"
@@ -149,7 +152,11 @@ class Fp8(Precision):
         if self.module_filter is not None:
             return "" if self.module_filter(layer, name) else "by module_filter"
         first, last = find_first_last_linear_layers(model)
-        return "first" if name == first else "last" if name == last else ""
+        if name == first:
+            return "first"
+        if name == last:
+            return "last"
+        return ""
 
 
 @dataclass
@@ -186,10 +193,14 @@ class AORecipeKwargs(KwargsHandler):
             recipe = float8().Float8LinearConfig()
         elif self.config is not None and self.enable_fsdp_float8_all_gather is False:
             recipe = replace(self.config, enable_fsdp_float8_all_gather=False)
-        chosen = self.module_filter_func
-        if chosen is filter_first_and_last_linear_layers:
-            chosen = None
-        return Fp8(recipe=recipe, module_filter=chosen, fp8_all_gather=bool(self.enable_fsdp_float8_all_gather))
+        module_filter = self.module_filter_func
+        if module_filter is filter_first_and_last_linear_layers:
+            module_filter = None  # the default rule; the function itself needs the model, not the layer
+        return Fp8(
+            recipe=recipe,
+            module_filter=module_filter,
+            fp8_all_gather=bool(self.enable_fsdp_float8_all_gather),
+        )
 
 
 def float8() -> Any:
@@ -199,6 +210,7 @@ def float8() -> Any:
 
 def has_float8_products(device: torch.device) -> bool:
     """Return whether a device multiplies matrices in float8."""
+    # Compute capability 8.9 is Ada, 9.0 is Hopper.
     return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (8, 9))
 
 
@@ -213,9 +225,14 @@ def _keeps_an_operand(config: Any) -> bool:
     return bool(config.cast_config_input_for_grad_weight.scaling_type.name == "DISABLED")
 
 
-def _listed(left: Sequence[str]) -> str:
-    more = f" and {len(left) - _MOST_NAMES} more" if len(left) > _MOST_NAMES else ""
-    return (", ".join(left[:_MOST_NAMES]) or "none") + more
+def _listed(layers: Sequence[str]) -> str:
+    """Join the first layers by commas, and count the others. "none" for no layers."""
+    if not layers:
+        return "none"
+    text = ", ".join(layers[:_MOST_NAMES])
+    if len(layers) > _MOST_NAMES:
+        text += f" and {len(layers) - _MOST_NAMES} more"
+    return text
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -236,15 +253,16 @@ def convert_layer(layer: nn.Linear, config: object) -> Callable[[], None]:
     Returns:
         A function that restores the layer.
     """
-    before = type(layer)
-    own = set(vars(layer))
-    made = float8().convert_to_float8_training(layer, config=config)
-    added = {name: value for name, value in vars(made).items() if name not in own}
+    original_class = type(layer)
+    attributes = set(vars(layer))
+    converted = float8().convert_to_float8_training(layer, config=config)
+    added = {name: value for name, value in vars(converted).items() if name not in attributes}
     vars(layer).update(added)
-    layer.__class__ = type(made)
+    # torchao returns a new module. References of the user and of hooks to the layer must stay valid.
+    layer.__class__ = type(converted)
 
     def undo() -> None:
-        layer.__class__ = before
+        layer.__class__ = original_class
         for name in added:
             vars(layer).pop(name, None)
 
@@ -260,7 +278,9 @@ def float8_linear(
     output: torch.Tensor = float8().float8_linear.matmul_with_hp_or_float8_args.apply(
         inputs, weight.t(), layer.linear_mm_config, layer.config
     )
-    return output if bias is None else output + bias.to(output.dtype)
+    if bias is None:
+        return output
+    return output + bias.to(output.dtype)
 
 
 def has_ao_layers(model: nn.Module) -> bool:
@@ -271,7 +291,9 @@ def has_ao_layers(model: nn.Module) -> bool:
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
     """Return the names of a model's first and last linear layer, or (None, None) if it has no linear layer."""
     names = [name for name, _ in linear_layers(model)]
-    return (names[0], names[-1]) if names else (None, None)
+    if not names:
+        return None, None
+    return names[0], names[-1]
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
@@ -312,10 +334,11 @@ def convert_model_to_fp8_ao(
     """
     if module_filter_func is filter_first_and_last_linear_layers:
         module_filter_func = None
-    edges = find_first_last_linear_layers(model)
+    first_and_last = find_first_last_linear_layers(model)
     for name, layer in list(linear_layers(model)):
-        chosen = (
-            filter_linear_layers(layer, name, edges) if module_filter_func is None else module_filter_func(layer, name)
-        )
-        if chosen and not is_converted(layer):
+        if module_filter_func is None:
+            is_selected = filter_linear_layers(layer, name, first_and_last)
+        else:
+            is_selected = module_filter_func(layer, name)
+        if is_selected and not is_converted(layer):
             convert_layer(layer, config)

@@ -46,7 +46,7 @@ from trainwright.strategies.steps.phase import Phase
 from trainwright.strategies.steps.transfer import make_transfer
 
 
-def _stay(phase: Phase) -> None:
+def _ignore(phase: Phase) -> None:
     """Ignore the phase of a step."""
 
 
@@ -98,7 +98,7 @@ class StepParts:
     placed: Callable[[Any], Any] | None = None
     split: Callable[[Any], tuple[Any, float]] | None = None
     finish: Callable[[int, bool], None] | None = None
-    enter: Callable[[Phase], None] = _stay
+    enter: Callable[[Phase], None] = _ignore
 
 
 class Step(ABC):
@@ -135,10 +135,10 @@ class Step(ABC):
         self._training_step = bind_step(task, "training_step", training_call)
         self._eval_steps: dict[str, Callable[..., Any]] = {}
         self._handles: list[Any] = []
-        self._group: Group | None = None  # for a closure
-        self._loss: torch.Tensor | None = None
-        self._last_idx = 0
-        self._zeroed = True
+        self._group: Group | None = None  # the last group, for a closure
+        self._loss: torch.Tensor | None = None  # of the last group
+        self._last_idx = 0  # index of the last micro-batch
+        self._zeroed = True  # gradients are freed, so that the next backward may accumulate
         self._needs_closure = False
         self._changed_metrics = ExitStack()
         if parts.ranks.size < parts.ranks.processes.world_size:  # else torchmetrics' own communication is right
@@ -166,7 +166,7 @@ class Step(ABC):
         sink = self.sink
         num = len(group.batches)
         shares: list[float] | None = None
-        weights: Sequence[Any] | None
+        weights: Sequence[Any] | None  # of the micro-batches; None: each weighs 1 / num
         if self.parts.split is not None:
             shares = self._split(group, self.parts.split)
             weights = group.weights  # of the parts, with the weights of their items
@@ -180,7 +180,9 @@ class Step(ABC):
         for i, batch in enumerate(group.batches):
             idx = group.first_idx + i
             group.index = i
-            output = group.last_batch = None  # free the output before the next forward
+            # Free the last output and batch before the next forward, which needs the memory.
+            output = None
+            group.last_batch = None
             if self._transfer is not None:
                 batch = self._transfer(batch)
             sink.batch = batch
@@ -193,9 +195,11 @@ class Step(ABC):
                 if hook(self.run, self.task, batch, idx) == -1:
                     raise SkipRestOfEpoch
             if num > 1 and self._synchronize is not None:
-                self._synchronize(i == num - 1)  # all-reduce gradients only in the last micro-batch
+                # All-reduce only in the last micro-batch: earlier ones would send gradients that are not complete yet.
+                self._synchronize(i == num - 1)
             weight = None if weights is None else weights[i]
-            if is_padding:  # forward and backward also run for padding, because the other ranks wait in collectives
+            # Forward and backward also run for padding, because the other ranks wait in collectives.
+            if is_padding:
                 output, loss = self._run_padding(batch, idx, weight, num)
             else:
                 output, loss = self._run_batch(batch, idx, weight, num)
@@ -206,7 +210,7 @@ class Step(ABC):
             if hooks.on_train_batch_end:
                 group.last_output = outputs_of(output)
                 group.last_batch = sink.batch
-                if i < num - 1:
+                if i < num - 1:  # the loop calls it for the last one, after the optimizer step
                     self.end_batch(group)
         if skipped:
             total = self._skip_batches(skipped, group, weights, total)
@@ -229,8 +233,10 @@ class Step(ABC):
         weights: Sequence[Any]
         if self._items is not None:
             weights = self._weigh_items(group)  # counts the items of complete batches
+        elif group.weights is not None:
+            weights = group.weights
         else:
-            weights = group.weights or [1 / num] * num
+            weights = [1 / num] * num
         parts = []
         shares = []
         for batch in group.batches:
@@ -260,7 +266,7 @@ class Step(ABC):
         for callback in self.run.callbacks:
             for value in vars(callback).values():
                 if is_metric_object(value):
-                    modules += value.modules()
+                    modules.extend(value.modules())
         return [module for module in modules if is_metric_object(module)]
 
     def end_batch(self, group: Group) -> None:
@@ -268,7 +274,8 @@ class Step(ABC):
         self.sink.batch = group.last_batch  # it determines the weight of logged values
         is_padding = group.weights is not None and not group.weights[group.index]
         idx = group.first_idx + group.index
-        with self._without_counting() if is_padding else nullcontext():
+        counting = self._without_counting() if is_padding else nullcontext()
+        with counting:
             for hook in self.hooks.on_train_batch_end:
                 hook(self.run, self.task, group.last_output, group.last_batch, idx)
         self.sink.batch = None
@@ -282,7 +289,9 @@ class Step(ABC):
             is_real = torch.tensor([float(weight > 0) for weight in group.weights], dtype=counts.dtype)
             counts = counts * is_real.to(parts.device)
         total = parts.ranks.sum(counts.sum())
-        dtype = torch.float64 if parts.precision.param_dtype is torch.float64 else torch.float32
+        dtype = torch.float32
+        if parts.precision.param_dtype is torch.float64:
+            dtype = torch.float64
         return item_weights(counts, total, parts.ranks.size, dtype).unbind()
 
     @abstractmethod
@@ -313,7 +322,8 @@ class Step(ABC):
         """Free the gradients of a discarded step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self._group = self._loss = None
+        self._group = None
+        self._loss = None
         self._zeroed = True
         if self._synchronize is not None:
             self._synchronize(True)
@@ -332,7 +342,9 @@ class Step(ABC):
         self.sink.share = None
         if self.parts.split is not None:
             batch, self.sink.share = self.parts.split(batch)
-        return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
+        if self._transfer is None:
+            return batch
+        return self._transfer(batch, dataloader_idx)
 
     def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
         """Run an evaluation step on one batch, which is on the device.
@@ -350,9 +362,13 @@ class Step(ABC):
         else:
             step = self._eval_steps.get(name)
             if step is None:
-                step = self._eval_steps[name] = bind_step(self.task, name, call)
+                step = bind_step(self.task, name, call)
+                self._eval_steps[name] = step
         with self._context or nullcontext():
-            output = step(batch, idx) if dataloader_idx is None else step(batch, idx, dataloader_idx)
+            if dataloader_idx is None:
+                output = step(batch, idx)
+            else:
+                output = step(batch, idx, dataloader_idx)
         if self._finish is not None:
             self._finish(idx, False)
         return output
@@ -399,7 +415,10 @@ class AutomaticStep(Step):
         if not self._zeroed:
             self._zero_gradients(idx)
         is_valid_loss = type(output) is torch.Tensor and output.requires_grad and not output.dim()
-        loss = output if is_valid_loss else loss_of(output, type(self.task).__name__)  # a call fewer in the usual case
+        if is_valid_loss:  # a call fewer in the usual case
+            loss = output
+        else:
+            loss = loss_of(output, type(self.task).__name__)
         if loss is None:
             return output, None
         if weight is not None:
@@ -421,10 +440,11 @@ class AutomaticStep(Step):
         return output, loss.detach()
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        if self.parts.ranks.size > 1:
+        if self.parts.ranks.size > 1:  # they average gradients in their backward, which this rank has not run
             raise without_loss(type(self.task).__name__, self.parts.rank)
         if total is None:
             return None
+        # 1 of 4 micro-batches was skipped: the sums of the other 3, divided by 4, grow by 4/3 to their mean.
         factor = growth_without(skipped, len(group.batches), weights)
         scale_gradients(parameters_of(self.optimizers), factor)
         return total * factor
@@ -437,15 +457,19 @@ class AutomaticStep(Step):
             if self._plain_step:
                 optimizer.step()
             elif self._own_step is not None:
-                passed: Any = optimizer if self._scale is None else ScaledOptimizer(optimizer, self._scale)
-                self._own_step(self.run.state.epoch, self._last_idx, passed, self._closure())
+                optimizer_of_task: Any = optimizer
+                if self._scale is not None:
+                    optimizer_of_task = ScaledOptimizer(optimizer, self._scale)
+                self._own_step(self.run.state.epoch, self._last_idx, optimizer_of_task, self._closure())
             elif self._scale is not None:
                 self._scale.step(optimizer)
             else:
                 optimizer.step(closure=self._closure())
         if self._scale is not None:
             self._scale.end_step()
-        self._group = self._loss = None
+        # Free the micro-batches and the loss.
+        self._group = None
+        self._loss = None
         if not self._zero_late:
             for optimizer in self.optimizers:
                 zero_gradients(optimizer)
@@ -456,13 +480,15 @@ class AutomaticStep(Step):
 
     def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
         """Clip by the task's `configure_gradient_clipping` if it is defined, also if clipping is disabled."""
-        if self._own_clip is None:
-            return None if clip is None else self.parts.gradients.clip(parameters_of(self.optimizers), clip)
-        value = None if clip is None else clip.value
-        algorithm = None if clip is None else clip.algorithm
-        for optimizer in self.optimizers:
-            self._own_clip(optimizer, value, algorithm)
-        return None
+        if self._own_clip is not None:
+            value = None if clip is None else clip.value
+            algorithm = None if clip is None else clip.algorithm
+            for optimizer in self.optimizers:
+                self._own_clip(optimizer, value, algorithm)
+            return None
+        if clip is None:
+            return None
+        return self.parts.gradients.clip(parameters_of(self.optimizers), clip)
 
     def _closure(self) -> Callable[[], Any]:
         """Return a closure for `Optimizer.step`. The first call returns the current loss. Later calls recompute it."""

@@ -28,10 +28,13 @@ _NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backe
 
 
 def _three_flags(text: str) -> tuple[bool, bool, bool]:
+    """Convert text such as "true,false,false" or "(True, False, False)". A single flag counts three times."""
     flags = [as_flag(part.strip()) for part in text.strip("()[] ").split(",")]
-    if len(flags) not in (1, 3):
+    if len(flags) == 1:
+        flags *= 3
+    if len(flags) != 3:
         raise ValueError("expected three of true and false, such as true,false,false")
-    return flags[0], flags[-1] if len(flags) == 1 else flags[1], flags[-1]
+    return flags[0], flags[1], flags[2]
 
 
 @dataclass
@@ -69,8 +72,8 @@ class TERecipeKwargs(KwargsHandler):
             ConfigurationError: The format is unknown, or block scaling has options of delayed scaling.
         """
         recipes: Any = _load(".common.recipe")
-        given = {name: value for name, value in self.to_kwargs().items() if name not in _NOT_OF_RECIPES}
-        delayed = sorted(given.keys() - {"margin", "fp8_format"})
+        options = {name: value for name, value in self.to_kwargs().items() if name not in _NOT_OF_RECIPES}
+        delayed = sorted(options.keys() - {"margin", "fp8_format"})
         if self.use_mxfp8_block_scaling and delayed:
             raise ConfigurationError(
                 f"use_mxfp8_block_scaling=True does not support the options {', '.join(delayed)}, which belong to "
@@ -80,8 +83,10 @@ class TERecipeKwargs(KwargsHandler):
             name = str(self.fp8_format).upper()
             if name not in ("HYBRID", "E4M3", "E5M2"):
                 raise ConfigurationError(f"fp8_format={self.fp8_format!r}: expected 'HYBRID', 'E4M3' or 'E5M2'.")
-            given["fp8_format"] = getattr(recipes.Format, name)
-        return (recipes.MXFP8BlockScaling if self.use_mxfp8_block_scaling else recipes.DelayedScaling)(**given)
+            options["fp8_format"] = getattr(recipes.Format, name)
+        if self.use_mxfp8_block_scaling:
+            return recipes.MXFP8BlockScaling(**options)
+        return recipes.DelayedScaling(**options)
 
 
 @dataclass
@@ -105,7 +110,8 @@ class FP8RecipeKwargs(TERecipeKwargs):
         self.backend = self.backend or "TE"
         for name in ("backend", "opt_level", "optimization_level"):
             value = getattr(self, name)
-            if value is not None and (name != "backend" or value.upper() != "TE"):
+            is_te = name == "backend" and value.upper() == "TE"
+            if value is not None and not is_te:
                 raise ConfigurationError(
                     f"FP8RecipeKwargs({name}={value!r}): only 'TE' (transformer_engine) is supported. Pass "
                     "backend='TE' alone, or AORecipeKwargs for torchao. MS-AMP needs a patched build of an old torch."
@@ -134,16 +140,21 @@ class TransformerEnginePrecision(Precision):
     fp8_backend: ClassVar[str] = "TE"
 
     def check_device(self, device_type: str) -> None:
-        problem = ""
         if not is_transformer_engine_available():
-            problem = f"fp8 with transformer_engine needs the package. Install it: pip install {_INSTALL}. Or use"
-        elif device_type not in _DEVICES:
-            problem = f"transformer_engine needs a CUDA device, not {device_type!r}. Use"
-        if problem:
-            raise ConfigurationError(f"{problem} precision='fp8', which uses torchao.")
+            raise ConfigurationError(
+                f"fp8 with transformer_engine needs the package. Install it: pip install {_INSTALL}. Or use "
+                "precision='fp8', which uses torchao."
+            )
+        if device_type not in _DEVICES:
+            raise ConfigurationError(
+                f"transformer_engine needs a CUDA device, not {device_type!r}. Use precision='fp8', which uses torchao."
+            )
 
     def convert(self, models: Sequence[nn.Module], device: torch.device, undo: ExitStack) -> None:
-        if models and not sum(_convert(model, _engine_layer, undo) for model in models):
+        num_replaced = 0
+        for model in models:
+            num_replaced += _convert(model, _engine_layer, undo)
+        if models and num_replaced == 0:
             raise ConfigurationError(
                 f"{', '.join(type(model).__name__ for model in models)} has no linear layer or layer norm that "
                 f"transformer_engine replaces: sizes must be multiples of {MULTIPLE}. Use precision='bf16-mixed'."
@@ -155,7 +166,13 @@ class TransformerEnginePrecision(Precision):
         outer = partial(super().autocast, device_type, enabled=enabled, cache_enabled=cache_enabled)
         recipe = self.options.make_recipe()
         evaluates = bool(self.options.use_autocast_during_eval)
-        return Contexts(outer, lambda: _autocast(enabled and (evaluates or torch.is_grad_enabled()), recipe))
+
+        def inner() -> Any:
+            # At each entry: training and evaluation enter the same context.
+            is_on = enabled and (evaluates or torch.is_grad_enabled())
+            return _autocast(is_on, recipe)
+
+        return Contexts(outer, inner)
 
 
 def recipe_of_variables() -> AORecipeKwargs | TERecipeKwargs:
@@ -170,7 +187,9 @@ def recipe_of_variables() -> AORecipeKwargs | TERecipeKwargs:
             f"ACCELERATE_FP8_BACKEND={backend} is not supported. Unset it, or set AO for torchao or TE for "
             "transformer_engine."
         )
-    return AORecipeKwargs() if backend == "AO" else TERecipeKwargs()
+    if backend == "AO":
+        return AORecipeKwargs()
+    return TERecipeKwargs()
 
 
 def _load(part: str) -> ModuleType:
@@ -188,16 +207,23 @@ def _autocast(enabled: bool, recipe: object) -> Any:
 def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) -> Any:
     """Return transformer_engine's layer for a layer of torch, or None if there is none."""
     te: Any = _load(".pytorch")
-    new: Any = None
-    if type(layer) is nn.Linear and linear and not any(size % MULTIPLE for size in layer.weight.shape):
-        sizes = (layer.in_features, layer.out_features)
-        bias = layer.bias is not None
-        new = te.Linear(*sizes, bias=bias, params_dtype=layer.weight.dtype)
-    elif type(layer) is nn.LayerNorm and norms and len(layer.normalized_shape) == 1 and layer.bias is not None:
+    new: Any
+    if type(layer) is nn.Linear and linear:
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+            return None
+        new = te.Linear(
+            layer.in_features, layer.out_features, bias=layer.bias is not None, params_dtype=layer.weight.dtype
+        )
+    elif type(layer) is nn.LayerNorm and norms:
+        # te.LayerNorm normalizes the last dimension, and always has a bias.
+        if len(layer.normalized_shape) != 1 or layer.bias is None:
+            return None
         new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype)
-    if new is not None:  # checkpoints do not contain the amax history: every precision can load them
-        new.register_state_dict_post_hook(_drop_extra_state)
-        new.register_load_state_dict_post_hook(_forget_missing)
+    else:
+        return None
+    # Checkpoints do not contain the amax history, so that every precision can load them.
+    new.register_state_dict_post_hook(_drop_extra_state)
+    new.register_load_state_dict_post_hook(_forget_missing)
     return new
 
 
@@ -214,13 +240,16 @@ def _torch_layer(layer: object, *, linear: bool = True, norms: bool = True) -> A
 
 def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack) -> int:
     """Replace the layers of a model for which `make` returns another layer. Return the number of replaced layers."""
-    found = [(parent, *item) for parent in model.modules() for item in parent._modules.items()]
-    pairs = [(parent, name, old, make(old)) for parent, name, old in found if old is not None]
-    replaced = [pair for pair in pairs if pair[-1] is not None]
-    for parent, name, old, new in replaced:
-        _exchange(parent, name, old, new)
-        undo.callback(_exchange, parent, name, new, old)
-    return len(replaced)
+    num_replaced = 0
+    for parent in list(model.modules()):
+        for name, old in list(parent._modules.items()):
+            new = None if old is None else make(old)
+            if old is None or new is None:
+                continue
+            _exchange(parent, name, old, new)
+            undo.callback(_exchange, parent, name, new, old)
+            num_replaced += 1
+    return num_replaced
 
 
 def _exchange(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:

@@ -16,8 +16,6 @@ from trainwright.core.tree import move, move_module, too_deep
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import defines_itself
 
-_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
 
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Move a model's parameters and buffers to a device.
@@ -58,6 +56,7 @@ def make_transfer(
     """
 
     def find(name: str) -> Any:
+        """Return the hook of the task, or else of the data module, or None."""
         task_hook = own_hook(task, name, TaskModule)
         if task_hook is not None:
             return task_hook
@@ -65,21 +64,30 @@ def make_transfer(
             return None
         return bind(method_of(datamodule, name), name, arguments_of(TaskModule, name))
 
-    plain: Callable[[Any], Any] = partial(move, device=device, float_dtype=precision.param_dtype)
-    before, transfer, after = (find(name) for name in _HOOKS)
-    if before is None and transfer is None and after is None:
+    move_batch: Callable[[Any], Any] = partial(move, device=device, float_dtype=precision.param_dtype)
+    before = find("on_before_batch_transfer")
+    transfer = find("transfer_batch_to_device")
+    after = find("on_after_batch_transfer")
+    has_hooks = before is not None or transfer is not None or after is not None
+    # Without hooks, each micro-batch costs no more calls than needed.
+    if not has_hooks:
         if device.type == "cpu" and precision.param_dtype is None:
             return None
         if placed is not None:
-            return lambda batch, dataloader_idx=0: placed(plain(batch))
-        return lambda batch, dataloader_idx=0: plain(batch)
+            return lambda batch, dataloader_idx=0: placed(move_batch(batch))
+        return lambda batch, dataloader_idx=0: move_batch(batch)
 
     def hooked(batch: object, dataloader_idx: int = 0) -> Any:
         if before is not None:
             batch = before(batch, dataloader_idx)
-        batch = plain(batch) if transfer is None else transfer(batch, device, dataloader_idx)
+        if transfer is not None:
+            batch = transfer(batch, device, dataloader_idx)
+        else:
+            batch = move_batch(batch)
         if after is not None:
             batch = after(batch, dataloader_idx)
-        return batch if placed is None else placed(batch)
+        if placed is not None:
+            batch = placed(batch)
+        return batch
 
     return hooked

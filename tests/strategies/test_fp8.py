@@ -316,6 +316,9 @@ _REFUSED: dict[str, Callable[[], Any]] = {
     ),
     r"precision='fp8' is not supported by .*Use strategy='ddp'": lambda: _fit_with("fp8", "deepspeed_stage_1", 2),
     "needs a CUDA device. Use 'rowwise'": lambda: _fit_with(Fp8(recipe="rowwise_with_gw_hp")),
+    "no linear layer of LayerNorm .*It has no linear layers": lambda: Fp8().convert(
+        [nn.LayerNorm(16)], torch.device("cpu"), contextlib.ExitStack()
+    ),
     "no linear layer of Linear .*not multiples of 16": lambda: Fp8().convert(
         [nn.Linear(16, 10)], torch.device("cpu"), contextlib.ExitStack()
     ),

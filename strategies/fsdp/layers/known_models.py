@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -143,11 +144,12 @@ def ready_plan(
             f"model.resize_token_embeddings(pad_to_multiple_of={tp})."
         )
     styles = {**family.styles, **dict.fromkeys(family.embeddings, "embedding")}
-    layouts = None
+    layouts = None  # of the head's input
     names = with_stars(model)
     if sequence_parallel and family.along_sequence is not None:
         layouts = Shard(1)
         styles |= family.along_sequence
+        # Only the first block splits the sequence, so that its name is needed beside "layers.*".
         names += [name for name, _ in model.named_modules() if name.endswith("layers.0")]
     if loss_parallel:
         styles[family.head] = LossParallel(input_layouts=layouts)
@@ -155,12 +157,13 @@ def ready_plan(
         styles[family.head] = "colwise_gathered"
     else:
         styles[family.head] = ColwiseParallel(input_layouts=layouts, output_layouts=Replicate())
-    return {
-        f"{prefix}.{name}" if prefix else name: style
-        for name in names
-        for end, style in styles.items()
-        if f".{name}".endswith(f".{end}")
-    }
+    plan: dict[str, Any] = {}
+    for name in names:
+        for end, style in styles.items():
+            if f".{name}".endswith(f".{end}"):
+                name_in_task = f"{prefix}.{name}" if prefix else name
+                plan[name_in_task] = style
+    return plan
 
 
 @runtime_checkable
@@ -202,18 +205,22 @@ def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None 
     Args:
         sequence_parallel: See `ready_plan`. None means True for models that support it, and False for others.
     """
-    found: dict[str, Any] = {}
-    inside: list[str] = []
+    plan: dict[str, Any] = {}
+    model_names: list[str] = []
     for name, module in task.named_modules():
         family = _family(module)
         # The blocks of transformers models have a `config` too.
         if family is None or not hasattr(module, "base_model_prefix"):
             continue
-        if not any(name.startswith(f"{outer}.") for outer in inside):
-            inside.append(name)
-            wanted = family.along_sequence is not None if sequence_parallel is None else sequence_parallel
-            found |= ready_plan(module, tp, prefix=name, sequence_parallel=wanted)
-    return found or None
+        # A LlamaForCausalLM contains a LlamaModel, whose layers are in its plan already.
+        if any(name.startswith(f"{outer}.") for outer in model_names):
+            continue
+        model_names.append(name)
+        split_sequence = sequence_parallel
+        if split_sequence is None:
+            split_sequence = family.along_sequence is not None
+        plan |= ready_plan(module, tp, prefix=name, sequence_parallel=split_sequence)
+    return plan or None
 
 
 class PlannedMesh:
@@ -230,10 +237,7 @@ class PlannedMesh:
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Return the number of ranks in total, or along one axis."""
-        found = 1
-        for length in self.shape if mesh_dim is None else self.shape[mesh_dim : mesh_dim + 1]:
-            found *= length
-        return found
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
 
 
 def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, int]) -> None:
@@ -255,11 +259,13 @@ def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, i
 
 
 def _family(module: nn.Module) -> Family | None:
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    return FAMILIES.get(kind) if isinstance(kind, str) else None
+    config = getattr(module, "config", None)
+    kind = getattr(config, "model_type", None)
+    return FAMILIES.get(kind) if isinstance(kind, str) else None  # `config` may be any object
 
 
 def _advice(model: nn.Module) -> str:
+    """Return a sentence with a proposed plan, or an empty string."""
     proposed = propose_plan(model)
     if not proposed:
         return ""
@@ -279,21 +285,29 @@ def propose_plan(model: nn.Module) -> dict[str, str]:
     Layers that increase the hidden width, and layers with names of queries, keys and values, are split by outputs.
     Layers whose output has the hidden width are split by inputs.
     """
-    layers: dict[str, tuple[int, int]] = {}
+    layers: dict[str, tuple[int, int]] = {}  # name with stars, such as "blocks.*.mlp" → (inputs, outputs)
     for name, module in model.named_modules():
-        if "*" in starred(name) and (isinstance(module, nn.Linear) or is_conv1d(module)):
-            weight = module.get_parameter("weight")
-            inputs, outputs = weight.shape if is_conv1d(module) else reversed(weight.shape)
+        is_in_block = "*" in starred(name)
+        if not is_in_block:
+            continue
+        if isinstance(module, nn.Linear):
+            layers[starred(name)] = (module.in_features, module.out_features)
+        elif is_conv1d(module):
+            inputs, outputs = module.get_parameter("weight").shape
             layers[starred(name)] = (inputs, outputs)
+    # The hidden width is the most frequent one. The feed-forward width may be as frequent, but is larger.
     widths = Counter(width for shape in layers.values() for width in shape)
     hidden = max(widths, key=lambda width: (widths[width], -width), default=0)
-    found: dict[str, str] = {}
+    plan: dict[str, str] = {}
     for name, (inputs, outputs) in layers.items():
         end = name.rpartition(".")[2]
         if inputs == hidden and outputs % 3 == 0 and _READS_FUSED_HEADS.fullmatch(end):
-            found[name] = "fused_colwise"
+            plan[name] = "fused_colwise"
         elif inputs == hidden and (outputs > hidden or _READS_HEADS.fullmatch(end)):
-            found[name] = "colwise"
+            plan[name] = "colwise"
         elif outputs == hidden:
-            found[name] = "rowwise"
-    return found if len(set(found.values())) > 1 else {}
+            plan[name] = "rowwise"
+    # A layer that is split by outputs needs a later one that is split by inputs.
+    if len(set(plan.values())) < 2:
+        return {}
+    return plan

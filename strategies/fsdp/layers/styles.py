@@ -64,17 +64,22 @@ class FusedColwise(ParallelStyle):
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             weight = _local(module.weight)
             bias = None if module.bias is None else _local(module.bias)
-            found = _gathered_input(inputs, device_mesh, self.input_layouts)
+            full_inputs = _gathered_input(inputs, device_mesh, self.input_layouts)
             if is_converted(module):
-                return float8_linear(module, found, weight, bias)
-            return functional.linear(found, weight.t() if dim else weight, bias)
+                return float8_linear(module, full_inputs, weight, bias)
+            if dim == 1:
+                weight = weight.t()  # functional.linear expects (outputs, inputs)
+            return functional.linear(full_inputs, weight, bias)
 
         vars(module)["forward"] = forward
         return module
 
     def _placement(self, dim: int) -> Placement:
-        # Torch's placement of a tensor that was already sharded also describes blocks that are split separately.
-        return _StridedShard(dim, split_factor=self.blocks) if self.blocks > 1 else Shard(dim)
+        if self.blocks == 1:
+            return Shard(dim)
+        # Torch's placement of a tensor that was already sharded also describes blocks that are split separately. With 3
+        # blocks and 2 ranks, rank 0 holds the first half of the queries, of the keys and of the values.
+        return _StridedShard(dim, split_factor=self.blocks)
 
 
 class Conv1DRowwise(ParallelStyle):
@@ -91,18 +96,16 @@ class Conv1DRowwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _split_parameter(module, "weight", device_mesh, Shard(0))
         _split_parameter(module, "bias", device_mesh, Replicate())
-        layouts = [self.output_layouts]
-        # Each rank adds the bias to its output: the full one, or its shard of a split sequence.
-        of_bias = [Partial() if isinstance(self.output_layouts, Shard) else Replicate()]
+        # Each rank adds the bias to its output. If the output is a shard of the sequence, the gradient of the bias is a
+        # partial sum. Else every rank computes the full gradient.
+        bias_grad: Placement = Partial() if isinstance(self.output_layouts, Shard) else Replicate()
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
             product = functional.linear(inputs, _local(module.weight).t())
-            summed: Any = DTensor.from_local(product, device_mesh, [Partial()], run_check=False).redistribute(
-                placements=layouts
-            )
+            summed = _redistributed(product, device_mesh, Partial(), self.output_layouts)
             bias: Any = module.bias
-            found: torch.Tensor = summed.to_local() + bias.to_local(grad_placements=of_bias)
-            return found
+            output: torch.Tensor = summed + bias.to_local(grad_placements=[bias_grad])
+            return output
 
         vars(module)["forward"] = forward
         return module
@@ -117,16 +120,20 @@ class SplitEmbedding(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)  # checked by SplitLayers
         _split_parameter(module, "weight", device_mesh, Shard(0))
-        first = -(-module.num_embeddings // device_mesh.size()) * device_mesh.get_local_rank()
+        # torch's chunks: 10 rows over 4 ranks are 3, 3, 3 and 1.
+        rows_per_rank = -(-module.num_embeddings // device_mesh.size())
+        first = rows_per_rank * device_mesh.get_local_rank()
         num = len(_local(module.weight))
-        padding = None if module.padding_idx is None else module.padding_idx - first
-        padding = padding if padding is not None and 0 <= padding < num else None
+        padding = None  # row of this rank that gets no gradient
+        if module.padding_idx is not None and 0 <= module.padding_idx - first < num:
+            padding = module.padding_idx - first
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             rows = ids - first
             remote = (rows < 0) | (rows >= num)
-            found = functional.embedding(rows.masked_fill(remote, 0), _local(module.weight), padding)
-            return _redistributed(found.masked_fill(remote.unsqueeze(-1), 0), device_mesh, Partial(), Replicate())
+            looked_up = functional.embedding(rows.masked_fill(remote, 0), _local(module.weight), padding)
+            part = looked_up.masked_fill(remote.unsqueeze(-1), 0)
+            return _redistributed(part, device_mesh, Partial(), Replicate())
 
         vars(module)["forward"] = forward
         return module
@@ -134,11 +141,9 @@ class SplitEmbedding(ParallelStyle):
 
 def _is_plain_embedding(module: nn.Module) -> bool:
     """Return whether a module is an embedding with torch's forward and default options for lookups and gradients."""
-    return (
-        isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
-        and not (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
-    )
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 class FirstInput(ParallelStyle):
@@ -156,12 +161,13 @@ class FirstInput(ParallelStyle):
         self.target = target
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def change(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def redistribute_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
                 return (self._redistribute(args[0], device_mesh), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": self._redistribute(kwargs["hidden_states"], device_mesh)}
+            hidden_states = self._redistribute(kwargs["hidden_states"], device_mesh)
+            return args, {**kwargs, "hidden_states": hidden_states}
 
-        module.register_forward_pre_hook(change, with_kwargs=True)
+        module.register_forward_pre_hook(redistribute_input, with_kwargs=True)
         return module
 
     def _redistribute(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -212,22 +218,34 @@ class SplitParameters(ParallelStyle):
         return module
 
 
+def _colwise(module: nn.Module) -> ParallelStyle:
+    return FusedColwise(1) if is_conv1d(module) else ColwiseParallel()
+
+
+def _rowwise(module: nn.Module, output_layouts: Placement | None = None) -> ParallelStyle:
+    if is_conv1d(module):
+        return Conv1DRowwise(output_layouts=output_layouts)
+    return RowwiseParallel(output_layouts=output_layouts)
+
+
+def _embedding(module: nn.Module) -> ParallelStyle:
+    if _is_plain_embedding(module):
+        return SplitEmbedding()
+    return RowwiseParallel(input_layouts=Replicate())
+
+
 # name → function that creates the style for a module
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
-    "colwise": lambda module: FusedColwise(1) if is_conv1d(module) else ColwiseParallel(),
-    "rowwise": lambda module: Conv1DRowwise() if is_conv1d(module) else RowwiseParallel(),
+    "colwise": _colwise,
+    "rowwise": _rowwise,
     "fused_colwise": lambda _: FusedColwise(3),
     "colwise_gathered": lambda _: ColwiseParallel(output_layouts=Replicate()),
     "loss": lambda _: LossParallel(),
-    "embedding": lambda module: (
-        SplitEmbedding() if _is_plain_embedding(module) else RowwiseParallel(input_layouts=Replicate())
-    ),
+    "embedding": _embedding,
     "sequence": lambda _: SequenceParallel(use_local_output=True),
     "split_sequence": lambda _: FirstInput(Replicate(), Shard(1)),  # for the first block
     "gather_sequence": lambda _: FirstInput(Shard(1), Replicate()),
-    "rowwise_to_sequence": lambda module: (
-        Conv1DRowwise(output_layouts=Shard(1)) if is_conv1d(module) else RowwiseParallel(output_layouts=Shard(1))
-    ),
+    "rowwise_to_sequence": lambda module: _rowwise(module, output_layouts=Shard(1)),
 }
 
 
@@ -239,19 +257,21 @@ def _local(parameter: Any) -> torch.Tensor:
 
 def _split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     full: Any = getattr(module, name)
+    # Every rank has the same full parameter, so that nothing is broadcast.
     shard = distribute_tensor(full, mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
 
 
 def _gathered_input(inputs: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> torch.Tensor:
     """Return the full input. Backward sums the gradients of the full input over the ranks."""
-    found: Any = inputs
+    distributed: Any = inputs
     if not isinstance(inputs, DTensor):
-        found = DTensor.from_local(inputs, mesh, [layout], run_check=False)
-    full: torch.Tensor = found.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        distributed = DTensor.from_local(inputs, mesh, [layout], run_check=False)
+    gathered = distributed.redistribute(placements=[Replicate()])
+    full: torch.Tensor = gathered.to_local(grad_placements=[Partial()])
     return full
 
 
 def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
-    found = DTensor.from_local(tensor, mesh, [source], run_check=False).redistribute(placements=[target])
-    return found.to_local()
+    distributed = DTensor.from_local(tensor, mesh, [source], run_check=False)
+    return distributed.redistribute(placements=[target]).to_local()
