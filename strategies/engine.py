@@ -56,7 +56,7 @@ class Description(Protocol):
 
 
 class TrainingPlan(Protocol):
-    """Properties of a training that the engine may need when it prepares the model. Computed when they are read."""
+    """Properties of a training that an engine may need to prepare the model. A Trainer computes them on access."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
@@ -71,8 +71,8 @@ class TrainingPlan(Protocol):
 
 
 RunGroup = Callable[[Callable[[Any], torch.Tensor], Sequence[Any]], torch.Tensor]
-"""`run_group(step, batches)` runs all micro-batches of an optimizer step forward and backward. It returns the mean loss
-over all ranks (0-dim)."""
+"""`run_group(step, batches)` runs forward and backward of all micro-batches of an optimizer step. It returns the mean
+loss over all ranks (0-dim)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,9 @@ class Engine(LightningMembers):
         phase: Where a Trainer is in its optimizer step. Set by the training loop, and by manual optimization.
         conversions: Callbacks that `close` calls to undo converted layers and compiled blocks.
         sequences: Splits the sequences of batches over ranks. None means that sequences are not split.
-        when_configured: Called after the task's `configure_model`, before weights are moved or sharded.
-        when_built: Called directly after the task is built.
+        when_configured: Called after the task's `configure_model`, in the context in which it builds the model (on the
+            device `meta` with FSDP, in shards with DeepSpeed). None calls nothing.
+        when_built: Called after that context, before weights are moved or sharded. None calls nothing.
     """
 
     autocasts: bool = True
@@ -212,9 +213,9 @@ class Engine(LightningMembers):
 
         Args:
             models: Models that were not prepared before. They are changed in place and moved to the device.
-            optimizers: All optimizers of the loop so far. If a parameter is replaced, the optimizers and their states
-                refer to the new parameter. Or a function that creates them once the parameters are final. None if
-                nothing is trained.
+            optimizers: All optimizers of the loop so far, or a function that creates them once the parameters are
+                final. None if nothing is trained. If a parameter is replaced, the optimizers and their states refer
+                to the new parameter.
             plan: Properties of the training, as far as they are known.
             roots: For a Trainer: modules around the models, which its steps call. Default: none, for a user-written
                 loop, which calls the models.
@@ -238,6 +239,7 @@ class Engine(LightningMembers):
         self._build(task)
         if self.when_built is not None:
             self.when_built()
+        # The dtype before the conversion, which reads it.
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
         # Before `prepare`, which may shard the converted layers and create the optimizers of their parameters.
@@ -248,7 +250,7 @@ class Engine(LightningMembers):
         self._context = self._make_context()
         self.scaler = None if make_optimizers is None else self._make_scaler()
         self._set_calls(prepared.models[0], root)
-        self.state = self.make_state(task, self.optimizers)
+        self.state = self.make_state(task, self.optimizers)  # last: it reads the final parameters
 
     def _build(self, task: TaskModule) -> None:
         """Call the task's `configure_model`."""
@@ -316,7 +318,7 @@ class Engine(LightningMembers):
         return compiled
 
     def attach(self, trainer: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
-        """Create the step. Called after `prepare`, and again whenever the callbacks change.
+        """Create the step. Called after `prepare_task`, and again whenever the callbacks change.
 
         Args:
             trainer: The run that is passed to hooks.
@@ -373,7 +375,7 @@ class Engine(LightningMembers):
         """Record that weights may have been written outside of a step. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale: the only state of the engine besides weights and optimizers."""
+        """Return the loss scale. Sub-classes add state of their own."""
         if self.scaler is None:
             return {}
         return {"scaler": self.scaler.state_dict()}
@@ -480,6 +482,9 @@ class Engine(LightningMembers):
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a prepared model if the settings request it, and return the callable. Not collective.
 
+        With `compile_blocks`, a model without repeated blocks is compiled as a whole. Blocks stay compiled after
+        `close`.
+
         Args:
             model: The user's model. A compiled module is not compiled again.
             prepared: `PreparedModel.call` of the model.
@@ -551,7 +556,10 @@ class Engine(LightningMembers):
         """
 
     def close(self) -> None:
-        """Remove all changes to the task, and close communication. Does not wait for other processes."""
+        """Undo converted layers and compiled blocks, and close the step and communication.
+
+        Does not wait for other processes. The weights keep their device and dtype.
+        """
         task = getattr(self, "task", None)
         if task is not None:
             vars(task).pop("log", None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import Topology
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
@@ -173,7 +173,15 @@ class Strategy(metaclass=_StrategyType):
         return Engine(self, settings)
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with changed options, which are checked."""
+        """Return a copy with changed options, which are checked.
+
+        Raises:
+            ConfigurationError: An option is unknown, or has an invalid value.
+        """
+        known = {field.name for field in fields(self)}
+        for name in options:
+            if name not in known:
+                raise ConfigurationError(f"{type(self).__name__} has no option {name!r}.{nearest(name, known)}")
         changed = copy.copy(self)
         changed._set(**options)
         changed.__post_init__()
@@ -199,7 +207,7 @@ class DataParallel(Strategy):
 
     Args:
         timeout: Maximum duration of a collective: seconds, a timedelta, a Duration or text such as `"30 min"`. Default:
-            None, torch's default.
+            None, 30 minutes.
         hang_timeout: Time without progress on a rank after which the stack of each rank is printed. `"auto"` is half of
             `timeout`, at most ten minutes. None disables it. Default: `"auto"`.
         process_group_backend: Backend of torch.distributed; `"ccl"` for oneCCL. Default: None, which is gloo on the CPU

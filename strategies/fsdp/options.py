@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from trainwright.strategies.state import state_dict_type_name
 from trainwright.strategies.steps.binding import need_closure
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
-RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
+RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # they free full parameters after the forward
 AFTER_STAGE = ("all", "main", "none")
 
 _ORIGINAL = "FSDP2 always keeps the original parameters, so a unit may have frozen and trainable ones"
@@ -116,31 +116,39 @@ def _unit_arguments(options: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     written, policy = options["auto_wrap_policy"]
     if callable(policy):
         return {"auto_wrap_policy": policy}
-    needs = {"TRANSFORMER_BASED_WRAP": _CLASSES, "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": ""}
-    needed = needs.get(str(policy).upper())
-    if needed is None:
-        raise ConfigurationError(
-            f"{written}={policy!r} is unknown.{nearest(str(policy).upper(), needs)} Known: {', '.join(needs)}."
-        )
-    if needed == "":
+    kind = str(policy).upper()
+    if kind == "NO_WRAP":
         return {}
+    needs = {"TRANSFORMER_BASED_WRAP": _CLASSES, "SIZE_BASED_WRAP": "min_num_params"}
+    if kind not in needs:
+        known = [*needs, "NO_WRAP"]
+        raise ConfigurationError(f"{written}={policy!r} is unknown.{nearest(kind, known)} Known: {', '.join(known)}.")
+    needed = needs[kind]
     if needed not in options:
         flag = FSDP.options[needed].flag
         raise ConfigurationError(
             f"{written}={policy!r} needs {flag}. Add it, or remove both and define the task's shard_units."
         )
-    _, value = options[needed]
+    written, value = options[needed]
     if needed == "min_num_params":
+        if not str(value).isdecimal():
+            raise ConfigurationError(f"{written}={value!r}: use an integer, such as 100000000.")
         return {needed: int(str(value))}
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",")]
+    if not isinstance(value, Sequence):
+        raise ConfigurationError(f"{written}={value!r}: use names of classes, such as ['Block'].")
     return {"auto_wrap_policy": list(value)}
 
 
 def _named_policy(name: str, value: object) -> Any:
     """Convert a dict or the name of a data type to a policy. Other values are returned unchanged."""
     if isinstance(value, Mapping):
-        return mixed_precision_policy(MixedPrecision(**value))
+        try:
+            policy = MixedPrecision(**value)
+        except TypeError as error:  # an unknown field
+            raise ConfigurationError(f"{name}={dict(value)!r}: {error}.") from error
+        return mixed_precision_policy(policy)
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if isinstance(value, str):
         if value not in dtypes:
@@ -259,14 +267,16 @@ def _is_mesh(value: object) -> bool:
 
 
 _FULL_ONLY = ("bitsandbytes.", "trainwright.optimizers.")  # modules whose optimizers step full tensors only
-_SMALLEST_QUANTIZED = 4096  # elements per rank; torchao does not quantize smaller states
-_IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # torch 2.13 cannot step DTensors with these
+# torchao does not quantize a state with fewer elements on a rank. The check below compares the elements of the full
+# parameter, so that it also refuses some parameters whose shards are all smaller.
+_SMALLEST_QUANTIZED = 4096
+_NOT_FOR_DTENSORS = (torch.optim.Adafactor, torch.optim.Rprop)  # of torch 2.13
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> None:
     """Check that optimizers can step a sharded model."""
     for optimizer in optimizers:
-        if isinstance(optimizer, _IN_PLACE):
+        if isinstance(optimizer, _NOT_FOR_DTENSORS):
             raise ConfigurationError(
                 f"torch's {type(optimizer).__name__} cannot step sharded weights. Use another optimizer, such as "
                 "AdamW, or strategy='ddp'."
@@ -351,6 +361,12 @@ def mesh_shape(
             raise ConfigurationError(
                 "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Pass the number "
                 f"of replicas and the ranks per replica, such as device_mesh=(1, {world})."
+            )
+        if world % num_nodes:
+            raise ConfigurationError(
+                f"sharding_strategy='HYBRID_SHARD' keeps a replica on each of {num_nodes} nodes, which does not divide "
+                f"the run's {world} data-parallel rank(s). Use a tp and cp that divide the {devices_per_node} "
+                "processes of a node, or device_mesh=(replicas, ranks per replica)."
             )
         return MeshShape(dp_replicate=num_nodes, dp_shard=world // num_nodes, cp=cp, tp=tp)
     return MeshShape(dp_shard=world, cp=cp, tp=tp)

@@ -71,7 +71,7 @@ def make_transfer(
     has_hooks = before is not None or transfer is not None or after is not None
     # Without hooks, each micro-batch costs no more calls than needed.
     if not has_hooks:
-        if device.type == "cpu" and precision.param_dtype is None:
+        if device.type == "cpu" and precision.param_dtype is None and placed is None:
             return None
         if placed is not None:
             return lambda batch, dataloader_idx=0: placed(move_batch(batch))

@@ -103,6 +103,8 @@ def test_a_copy_with_other_options_is_checked_and_keeps_the_rest() -> None:
     assert DDPStrategy().with_options(ddp_comm_hook="fp16").comm_hook.hook == "fp16"
     with pytest.raises(ConfigurationError, match="state_dict_type"):
         FSDPStrategy().with_options(state_dict_type="halved")
+    with pytest.raises(ConfigurationError, match="FSDPStrategy has no option 'tensor_parallel'"):
+        FSDPStrategy().with_options(tensor_parallel=2)
 
 
 def test_a_subclass_without_a_decorator_may_set_attributes() -> None:

@@ -223,6 +223,10 @@ def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None 
     return plan or None
 
 
+class _NeedsMesh(Exception):
+    """A plan needs more of the mesh than the sizes of its axes."""
+
+
 class PlannedMesh:
     """Replacement for a `DeviceMesh` that does not exist yet. It has the names and sizes of the axes, but no ranks."""
 
@@ -233,6 +237,8 @@ class PlannedMesh:
 
     def __getitem__(self, name: str) -> PlannedMesh:
         """Return one axis."""
+        if name not in self.mesh_dim_names:  # or several axes, whose ranks are not known yet
+            raise _NeedsMesh
         return PlannedMesh({name: self.shape[self.mesh_dim_names.index(name)]})
 
     def size(self, mesh_dim: int | None = None) -> int:
@@ -251,6 +257,8 @@ def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, i
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # shown when layers are split
             plan = find_plan(task, given, mesh)
+    except _NeedsMesh:
+        return
     except AttributeError as error:
         if isinstance(error.obj, PlannedMesh):
             return
@@ -282,8 +290,11 @@ _READS_FUSED_HEADS = re.compile(r"c_attn|w?qkv(_proj)?|in_proj", re.IGNORECASE) 
 def propose_plan(model: nn.Module) -> dict[str, str]:
     """Guess a plan for the linear layers in a model's repeated blocks from their names and shapes.
 
-    Layers that increase the hidden width, and layers with names of queries, keys and values, are split by outputs.
-    Layers whose output has the hidden width are split by inputs.
+    Layers that read the hidden width and increase it, and layers with names of queries, keys and values, are split by
+    outputs; fused ones block by block. Layers whose output has the hidden width are split by inputs.
+
+    Returns:
+        Names of layers with `*` for numbers → styles. Empty without layers of at least two styles.
     """
     layers: dict[str, tuple[int, int]] = {}  # name with stars, such as "blocks.*.mlp" → (inputs, outputs)
     for name, module in model.named_modules():
@@ -295,7 +306,8 @@ def propose_plan(model: nn.Module) -> dict[str, str]:
         elif is_conv1d(module):
             inputs, outputs = module.get_parameter("weight").shape
             layers[starred(name)] = (inputs, outputs)
-    # The hidden width is the most frequent one. The feed-forward width may be as frequent, but is larger.
+    # The hidden width is the most frequent one, and the smallest of equally frequent ones: the feed-forward width may
+    # be as frequent, but is larger.
     widths = Counter(width for shape in layers.values() for width in shape)
     hidden = max(widths, key=lambda width: (widths[width], -width), default=0)
     plan: dict[str, str] = {}

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 
 from tests.strategies.fsdp.sharded import Block
 from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.fsdp.options import mesh_shape
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 _BF16 = torch.bfloat16
@@ -83,6 +84,9 @@ def test_every_field_of_accelerates_configuration_that_can_be_served_is(
         ({"mixed_precision_policy": {"param_dtype": _BF16, "buffer_dtype": _BF16}}, "Remove buffer_dtype"),
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "needs fsdp_min_num_params"),
         ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "each rank writes its shards"),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "1e8"}, "use an integer"),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": 3}, "use names of classes"),
+        ({"mixed_precision_policy": {"foo": 1}}, "mixed_precision_policy=.*foo"),
     ],
 )
 def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to_do(
@@ -119,3 +123,9 @@ def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to
 def test_an_argument_that_cannot_be_served_says_what_to_do(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         FSDPStrategy(**options)
+
+
+@pytest.mark.parametrize(("num_nodes", "devices_per_node"), [(2, 6), (4, 2)])
+def test_hybrid_sharding_needs_as_many_data_ranks_on_each_node(num_nodes: int, devices_per_node: int) -> None:
+    with pytest.raises(ConfigurationError, match=rf"a replica on each of {num_nodes} nodes"):
+        mesh_shape("HYBRID_SHARD", None, tp=4, num_nodes=num_nodes, devices_per_node=devices_per_node)

@@ -334,12 +334,18 @@ class _AsksForRanks(Gpt):
         return {"nowhere": "colwise"} if mesh["tp"].get_local_rank() else {}
 
 
+class _AsksForTwoAxes(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return {"nowhere": "colwise"} if mesh["dp_shard", "tp"].ndim else {}
+
+
 class _Broken(Gpt):
     def tensor_parallel_plan(self, mesh: Any) -> Any:
         return self.no_such_thing
 
 
 def test_a_plan_that_asks_for_ranks_is_left_until_there_are_some() -> None:
-    check_plan(_AsksForRanks(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
+    for task in (_AsksForRanks(), _AsksForTwoAxes()):
+        check_plan(task, None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
     with pytest.raises(AttributeError, match="no_such_thing"):
         check_plan(_Broken(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
