@@ -474,7 +474,7 @@ class ProcessGroup(Processes):
                 raise TimeoutError(f"{text} Waited for {self.timeout}.")
             places = []
             if self._loop_watch is not None:
-                places = self._loop_watch.late_calls.ask(PrefixStore("late", self._store))
+                places = self._loop_watch.late_calls.request_places(PrefixStore("late", self._store))
             # Ranks that have arrived wait for the store, not in a collective.
             blocked = [place for place in places if is_in_collective(place)]
             all_late_are_blocked = late != [] and len(blocked) == len(late)
