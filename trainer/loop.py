@@ -196,7 +196,7 @@ class FitLoop:
         if self._validates:
             nearest = min(nearest, self._validation.groups_left(state, run.settings.accumulate_grad_batches))
         if run.logs.exchange is not None:
-            nearest = min(nearest, self._agreement.left(state.step))
+            nearest = min(nearest, self._agreement.steps_until_exchange(state.step))
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
@@ -365,10 +365,10 @@ class FitLoop:
         """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
         run = self._run
         loop = self._run.loop
-        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.recovery.preemption.note()]
+        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.recovery.preemption.signal_and_remaining_ms()]
         everyone = [mine] if run.logs.exchange is None else self._agreement.exchange(run.state.step, mine)
         loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
-        run.recovery.preemption.hear([note for _, *note in everyone])
+        run.recovery.preemption.set_agreed([values[1:] for values in everyone])
 
     def _should_stop(self) -> bool:
         run = self._run

@@ -6,6 +6,7 @@ receives the final state of rank 0.
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable
@@ -56,7 +57,9 @@ def _run_on_ray(trainer: Any, work: Callable[[], Any], involved: Iterable[object
     )
     found = run_on_ray(job)
     assert found is not None  # rank 0 has ended without an error
-    return _take(trainer, task, pickle.loads(found))  # written by this user's own process
+    unpickler = pickle.Unpickler(io.BytesIO(found))  # written by this user's own process
+    unpickler.load()  # replaced libraries, for new processes; see `serialize`
+    return _take(trainer, task, unpickler.load())
 
 
 class _Work:

@@ -52,7 +52,7 @@ def batched_power_sgd(state: Any, bucket: Any) -> Any:
         state.maybe_increase_iter(bucket)
         return default_hooks.allreduce_hook(state.process_group, bucket)
     group = state.process_group or dist.group.WORLD
-    side = math.isqrt(len(flat) - 1) + 1
+    side = math.isqrt(len(flat) - 1) + 1  # of the smallest square: 10 elements need 4 × 4
     matrix = torch.nn.functional.pad(flat, (0, side * side - len(flat))).view(side, side)
     if state.use_error_feedback and index in state.error_dict:
         matrix += state.error_dict[index]
@@ -70,20 +70,20 @@ def batched_power_sgd(state: Any, bucket: Any) -> Any:
         factors = matrix.T @ directions
         dist.all_reduce(factors, group=group, async_op=True).get_future().wait()
         factors /= dist.get_world_size(group)
-        found = directions @ factors.T
+        approximation = directions @ factors.T
         if state.use_error_feedback:
-            state.error_dict[index] = matrix - found
+            state.error_dict[index] = matrix - approximation  # added to the gradients of the next step
         if state.warm_start:
             state.q_memory_dict[index] = factors
-        return flat.copy_(found.view(-1)[: len(flat)])
+        return flat.copy_(approximation.view(-1)[: len(flat)])
 
     return dist.all_reduce(left, group=group, async_op=True).get_future().then(finish)
 
 
 def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
     exact = columns if columns.dtype is torch.float64 else columns.float()  # torch has no half-precision QR
-    found: torch.Tensor = torch.linalg.qr(exact)[0]
-    return found.to(columns.dtype)
+    q: torch.Tensor = torch.linalg.qr(exact).Q
+    return q.to(columns.dtype)
 
 
 _HOOKS: dict[str, Hook] = {
@@ -190,7 +190,8 @@ class CommHook:
         if self.hook != "no":
             hook = _HOOKS[self.hook] if isinstance(self.hook, str) else self.hook
         if self.wrapper != "no":
-            hook = (_WRAPPERS[self.wrapper] if isinstance(self.wrapper, str) else self.wrapper)(hook)
+            wrapper = _WRAPPERS[self.wrapper] if isinstance(self.wrapper, str) else self.wrapper
+            hook = wrapper(hook)
         state = self.state if self.power_sgd is None else _new_power_sgd(self.power_sgd)
         # The lambda avoids two checks of torch 2.13: it rejects its own bfloat16 hook without NCCL, although gloo
         # supports bfloat16, and it rejects hooks with string annotations (`from __future__ import annotations`).
@@ -198,6 +199,7 @@ class CommHook:
 
 
 def _named(argument: str, value: object, known: tuple[str, ...]) -> Any:
+    """Return a known name in lower case, or a function."""
     if value is None:
         return "no"
     if isinstance(value, str):
@@ -207,7 +209,7 @@ def _named(argument: str, value: object, known: tuple[str, ...]) -> Any:
                 f"{argument}={str(value)!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}, or a function."
             )
         return name
-    if value is powerSGD_hook.batched_powerSGD_hook:  # see above
+    if value is powerSGD_hook.batched_powerSGD_hook:  # fails in torch 2.13; see `batched_power_sgd`
         return "batched_power_sgd"
     if not callable(value):
         raise ConfigurationError(f"{argument}={value!r}: write one of {', '.join(known)}, or a function.")
@@ -221,10 +223,15 @@ def _power_sgd_options(state: object) -> dict[str, Any]:
     every stage creates a new replica.
     """
     if isinstance(state, PowerSGDState):
-        found = {name: getattr(state, name) for name in _POWER_SGD_OPTIONS if hasattr(state, name)}
-        return {**found, "process_group": state.process_group, "rng": copy.deepcopy(state.rng)}
-    options = dict(state or {}) if isinstance(state, Mapping) or state is None else None
-    if options is None:
+        options = {name: getattr(state, name) for name in _POWER_SGD_OPTIONS if hasattr(state, name)}
+        options["process_group"] = state.process_group
+        options["rng"] = copy.deepcopy(state.rng)
+        return options
+    if state is None:
+        options = {}
+    elif isinstance(state, Mapping):
+        options = dict(state)
+    else:
         raise ConfigurationError(
             f"ddp_comm_state={state!r}: pass PowerSGD's options by name, such as "
             "{'matrix_approximation_rank': 2}, or a PowerSGDState."
@@ -237,14 +244,16 @@ def _power_sgd_options(state: object) -> dict[str, Any]:
             )
     options["process_group"] = None
     try:
-        PowerSGDState(**options)
+        PowerSGDState(**options)  # checks the values
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"ddp_comm_state={state!r}: {error}") from None
     return options
 
 
 def _new_power_sgd(options: dict[str, Any]) -> PowerSGDState:
-    made = PowerSGDState(**{name: value for name, value in options.items() if name != "rng"})
-    if "rng" in options:
-        made.rng = copy.deepcopy(options["rng"])
-    return made
+    arguments = dict(options)
+    rng = arguments.pop("rng", None)  # not an argument of PowerSGDState
+    state = PowerSGDState(**arguments)
+    if rng is not None:
+        state.rng = copy.deepcopy(rng)
+    return state

@@ -19,18 +19,20 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.byte_sizes import format_bytes
 
 PLACES = ("cpu", "disk")
-_REGISTERED_BYTES = 2**20  # smaller pinned tensors are allocated by torch
+_MIN_REGISTERED_BYTES = 2**20  # smaller pinned tensors are allocated by torch
 _ALIGN_BYTES = 64  # torch's alignment: the summation order of kernels may depend on it
 
 
 def _registered(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return pinned memory of exactly this size for CUDA. Torch rounds pinned memory up to a power of two."""
-    memory = mmap.mmap(-1, numel * dtype.itemsize)
+    num_bytes = numel * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes)
     tensor = torch.frombuffer(memory, dtype=dtype)  # keeps the memory until its storage is freed
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
     address = tensor.data_ptr()
-    torch.cuda.check_error(runtime.cudaHostRegister(address, numel * dtype.itemsize, 0))
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+    finalizer = weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    finalizer.atexit = False  # the system frees the memory when the process ends
     return tensor
 
 
@@ -55,11 +57,12 @@ class HostStorage:
         Raises:
             ConfigurationError: The disk is full, or the folder is not writable.
         """
-        if self.place == "cpu" or numel == 0:
-            if self.pinned and numel * dtype.itemsize >= _REGISTERED_BYTES and torch.cuda.is_available():
-                return _registered(numel, dtype)
-            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
-        return self._mapped(numel, dtype)
+        if self.place == "disk" and numel > 0:  # an empty file cannot be mapped
+            return self._mapped(numel, dtype)
+        is_large = numel * dtype.itemsize >= _MIN_REGISTERED_BYTES
+        if self.pinned and is_large and torch.cuda.is_available():
+            return _registered(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         num_bytes = numel * dtype.itemsize
@@ -86,9 +89,9 @@ class HostStorage:
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor in this storage, in the same memory format."""
-        made = self.empty_like(tensor)
-        made.copy_(tensor)
-        return made
+        stored = self.empty_like(tensor)
+        stored.copy_(tensor)
+        return stored
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an uninitialized tensor with the shape, dtype and memory format of another tensor."""
@@ -101,23 +104,26 @@ class HostStorage:
             optimizer: The optimizer whose state tensors are replaced.
             parameters: Parameters whose state is moved. Default: None, all parameters.
         """
-        for parameter in list(optimizer.state) if parameters is None else parameters:
+        owners: Iterable[torch.Tensor] = list(optimizer.state) if parameters is None else parameters
+        for parameter in owners:
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and not hasattr(value, "_trainwright_on_host"):
-                    on_host = self.like(value)
-                    on_host._trainwright_on_host = True  # type: ignore[attr-defined]  # our own attribute
-                    optimizer.state[parameter][name] = on_host
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue
+                if hasattr(value, "_trainwright_on_host"):  # stored after an earlier step
+                    continue
+                on_host = self.like(value)
+                on_host._trainwright_on_host = True  # type: ignore[attr-defined]  # our own attribute
+                optimizer.state[parameter][name] = on_host
 
 
 def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return consecutive views of a flat tensor of `flat_numel` elements, with the formats of `tensors`."""
-    found = []
+    views = []
     start = 0
-    step = _ALIGN_BYTES // flat.itemsize
     for tensor in tensors:
-        found.append(_laid_out(flat[start : start + tensor.numel()], tensor))
-        start += -(-tensor.numel() // step) * step
-    return found
+        views.append(_laid_out(flat[start : start + tensor.numel()], tensor))
+        start += _aligned_numel(tensor.numel(), flat.dtype)
+    return views
 
 
 def _laid_out(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,5 +136,10 @@ def _laid_out(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def flat_numel(sizes: Sequence[torch.Size], dtype: torch.dtype) -> int:
     """Return the number of elements of a flat tensor that contains aligned tensors of these sizes."""
+    return sum(_aligned_numel(size.numel(), dtype) for size in sizes)
+
+
+def _aligned_numel(numel: int, dtype: torch.dtype) -> int:
+    """Return `numel` rounded up to a multiple of the alignment. For example, 17 elements of 4 bytes become 32."""
     step = _ALIGN_BYTES // dtype.itemsize
-    return sum(-(-size.numel() // step) * step for size in sizes)
+    return -(-numel // step) * step  # integer division, rounded up

@@ -25,7 +25,7 @@ from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
-from trainwright.strategies.offload.streaming import WeightStream
+from trainwright.strategies.offload.streaming import Unit, WeightStream
 from trainwright.strategies.steps.gradients import HostGradients
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import Strategy, StrategyOutline
@@ -75,12 +75,8 @@ class OffloadStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, known in (
-            ("parameters", self.parameters, (*PLACES, "device")),
-            ("optimizer_state", self.optimizer_state, PLACES),
-        ):
-            if value not in known:
-                raise ConfigurationError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}.")
+        _check_place("parameters", self.parameters, (*PLACES, "device"))
+        _check_place("optimizer_state", self.optimizer_state, PLACES)
         if self.prefetch < 0:
             raise ConfigurationError(f"prefetch={self.prefetch}, expected 0 or more units.")
 
@@ -109,9 +105,10 @@ class OffloadStrategy(Strategy):
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules that are copied to the device one after the other."""
         units = find_units(model, self.auto_wrap_policy, self.min_num_params)
-        if not units and self.auto_wrap_policy is None and self.min_num_params is None:
-            total = sum(parameter.numel() for parameter in model.parameters())
-            units = find_units(model, None, max(1, total // _PARTS))
+        is_default = self.auto_wrap_policy is None and self.min_num_params is None
+        if not units and is_default:
+            num_params = sum(parameter.numel() for parameter in model.parameters())
+            units = find_units(model, None, max(1, num_params // _PARTS))
         return units
 
     def engine(self, settings: EngineSettings) -> Engine:
@@ -127,7 +124,8 @@ class OffloadEngine(Engine):
         super().__init__(strategy, settings)
         self.weight_stream: WeightStream | None = None  # of the task
         self._streams: WeakSet[WeightStream] = WeakSet()  # of the models of a loop
-        self._own_steps: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # of the optimizers of a loop
+        # Of the optimizers of a loop: the attribute `step` of the object, set by a scheduler, or None without one.
+        self._previous_steps: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
     # Model and optimizers
 
@@ -148,12 +146,14 @@ class OffloadEngine(Engine):
             elif stream is not None:
                 stream.follow(model)
                 self._streams.add(stream)
-        stepped = made(optimizers)
-        for optimizer in stepped:
+        prepared_optimizers = made(optimizers)
+        storage = self._state_storage
+        for optimizer in prepared_optimizers:
             self._check_state(optimizer)
-            if not roots and self._state_storage is not None and optimizer not in self._own_steps:
-                self._step_unit_by_unit(optimizer, self._state_storage)
-        return Prepared([PreparedModel.unchanged(model) for model in models], stepped)
+            is_of_loop = not roots  # the Trainer's step handles the optimizers of a task
+            if is_of_loop and storage is not None and optimizer not in self._previous_steps:
+                self._step_unit_by_unit(optimizer, storage)
+        return Prepared([PreparedModel.unchanged(model) for model in models], prepared_optimizers)
 
     def _make_context(self) -> AbstractContextManager[Any] | None:
         if self.precision.autocast_dtype is None:
@@ -163,23 +163,27 @@ class OffloadEngine(Engine):
 
     def _offload(self, model: nn.Module) -> WeightStream | None:
         """Move buffers to the device and parameters to host or disk. Return the stream, or None without streaming."""
-        pinned = self.device.type != "cpu"
-        weights = HostStorage(
-            "cpu" if self.strategy.parameters == "device" else self.strategy.parameters,
-            self.strategy.offload_folder,
-            pinned=pinned,
-        )
+        strategy = self.strategy
+        has_accelerator = self.device.type != "cpu"
+        keeps_copy = strategy.parameters == "device"  # beside the weights on the host, which the optimizer updates
+        place = "cpu" if keeps_copy else strategy.parameters
+        weights = HostStorage(place, strategy.offload_folder, pinned=has_accelerator)
         _move_buffers(model, self.device)
-        if not (self.device.type != "cpu" if self.strategy.stream is None else self.strategy.stream):
-            if weights.place == "disk":
+        streams = has_accelerator if strategy.stream is None else strategy.stream
+        if not streams:
+            if place == "disk":
                 for parameter in model.parameters():
                     parameter.data = weights.like(parameter.data)
             return None
-        gradients = HostStorage(self.strategy.optimizer_state, self.strategy.offload_folder, pinned=pinned)
         return WeightStream(
-            self._units(model), model.parameters(), self.device, weights, gradients,
-            stays=self.strategy.parameters == "device", ahead=self.strategy.prefetch,
-        )  # fmt: skip
+            self._units(model),
+            model.parameters(),
+            self.device,
+            weights,
+            HostStorage(strategy.optimizer_state, strategy.offload_folder, pinned=has_accelerator),
+            stays=keeps_copy,
+            ahead=strategy.prefetch,
+        )
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         units = self.strategy.units(model)
@@ -199,10 +203,10 @@ class OffloadEngine(Engine):
 
     @property
     def _state_storage(self) -> HostStorage | None:
-        """Storage for optimizer state. None keeps the state in memory."""
-        place = self.strategy.optimizer_state
-        folder = self.strategy.offload_folder
-        return HostStorage(place, folder) if place == "disk" else None
+        """Storage for optimizer state. None if the state stays where the optimizer creates it, in memory."""
+        if self.strategy.optimizer_state != "disk":
+            return None
+        return HostStorage("disk", self.strategy.offload_folder)
 
     # User-written loops
 
@@ -210,30 +214,33 @@ class OffloadEngine(Engine):
         try:
             super().backward(loss, **kwargs)
         except BaseException:
-            for stream in self._streams:  # a complete backward ends them itself
+            for stream in self._streams:  # a complete backward calls this itself
                 stream.end_and_wait()
             raise
 
     def _step_unit_by_unit(self, optimizer: Optimizer, storage: HostStorage) -> None:
-        own = optimizer.step
+        """Replace the optimizer's `step`, so that only one unit's state is in memory at a time."""
+        full_step = optimizer.step
         storage.store_state(optimizer)
 
-        @functools.wraps(own)
+        @functools.wraps(full_step)
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is None and can_be_split(optimizer):
-                units = [unit for stream in self._streams for unit in stream.in_order_of_gradients()]
+                units: list[Unit] = []
+                for stream in self._streams:
+                    units.extend(stream.in_order_of_gradients())
                 return step_in_portions(
                     optimizer,
                     portions_of(optimizer, units),
                     before=lambda portion, following: read_ahead(following),
                     after=lambda portion: storage.store_state(optimizer, portion.parameters),
-                    step=own,
+                    step=full_step,
                 )
-            found = own() if closure is None else own(closure)
+            result = full_step() if closure is None else full_step(closure)
             storage.store_state(optimizer)
-            return found
+            return result
 
-        self._own_steps[optimizer] = vars(optimizer).get("step")
+        self._previous_steps[optimizer] = vars(optimizer).get("step")
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # as schedulers do
 
     def _check_state(self, optimizer: Optimizer) -> None:
@@ -260,15 +267,20 @@ class OffloadEngine(Engine):
                 stream.close()
         self.weight_stream = None
         self._streams.clear()
-        for optimizer, own in self._own_steps.items():
+        for optimizer, previous_step in self._previous_steps.items():
             del optimizer.step
-            if own is not None:  # a scheduler had wrapped it
-                optimizer.step = own  # type: ignore[method-assign]  # restored
-        self._own_steps.clear()
+            if previous_step is not None:
+                optimizer.step = previous_step  # type: ignore[method-assign]  # restored
+        self._previous_steps.clear()
         task = getattr(self, "task", None)
         if task is not None:
             _move_buffers(task, torch.device("cpu"))
         super().close()
+
+
+def _check_place(name: str, place: str, known: tuple[str, ...]) -> None:
+    if place not in known:
+        raise ConfigurationError(f"{name}={place!r}, expected one of {', '.join(map(repr, known))}.")
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -34,5 +34,5 @@ def test_a_connection_without_data_is_not_lost() -> None:
     one, other = socket.socketpair()
     with one, other:
         one.setblocking(False)
-        links._read(one, 3)
+        links._check_end(one, 3)
     assert not ended

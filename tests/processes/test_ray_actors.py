@@ -19,7 +19,7 @@ from tests.helpers.selection import mostly_exhaustive
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import detect, job
 from trainwright.processes.launcher import free_port
-from trainwright.processes.ray_actors import RayJob, _ranked, parse_launcher, run_on_ray
+from trainwright.processes.ray_actors import RayJob, _Place, _ranks, parse_launcher, run_on_ray
 
 _PROGRAM = """
 import json, os, sys, time
@@ -132,11 +132,15 @@ def test_a_trainer_on_ray_leaves_the_results_in_the_process_that_called_it(plain
 
 
 def test_ranks_are_numbered_by_machine_and_see_its_gpus() -> None:
-    places = [("a", "10.0.0.1", 1, ["0"]), ("b", "10.0.0.2", 2, ["3"]), ("a", "10.0.0.1", 3, ["1"])]
-    found = _ranked(["first", "second", "third"], places)
-    assert [actor for actor, _ in found] == ["first", "third", "second"]
-    shown = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
-    assert [[variables[name] for name in shown] for _, variables in found] == [
+    places = [
+        _Place("a", "10.0.0.1", 1, ["0"]),
+        _Place("b", "10.0.0.2", 2, ["3"]),
+        _Place("a", "10.0.0.1", 3, ["1"]),
+    ]
+    ranks = _ranks(places)
+    assert [index for index, _ in ranks] == [0, 2, 1]
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+    assert [[variables[name] for name in names] for _, variables in ranks] == [
         ["0", "0", "2", "0", "10.0.0.1", "0,1"],
         ["1", "1", "2", "0", "10.0.0.1", "0,1"],
         ["2", "0", "1", "1", "10.0.0.1", "3"],

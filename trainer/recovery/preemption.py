@@ -194,13 +194,13 @@ class EvaluationWatch:
         received = self._preemption
         if self._agreement is None:
             if received.signal:
-                received.hear([received.note()])
+                received.set_agreed([received.signal_and_remaining_ms()])
             return received.agreed
         if received.grace_s is None or idx >= self._loaders[index].num_full_rounds:
             return False
         self._rounds += 1
         if self._agreement.due(self._rounds):
-            received.hear(self._agreement.exchange(self._rounds, received.note()))
+            received.set_agreed(self._agreement.exchange(self._rounds, received.signal_and_remaining_ms()))
         return received.agreed
 
 

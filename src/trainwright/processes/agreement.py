@@ -23,30 +23,34 @@ class Agreement:
     def __init__(self, processes: Processes, at_most: int) -> None:
         self._processes = processes
         self._at_most = at_most
-        self._last = 0
-        self._since = time.perf_counter()
-        self._next = 1
+        self.begin(0)
 
     def begin(self, count: int) -> None:
         """Set the count from which steps are counted, the same on every rank. The first exchange is at `count + 1`."""
-        self._last, self._next, self._since = count, count + 1, time.perf_counter()
+        self._last_count = count
+        self._next_count = count + 1
+        self._last_time_s = time.perf_counter()
 
-    def left(self, count: int) -> int:
+    def steps_until_exchange(self, count: int) -> int:
         """Return the number of steps from `count` until the next exchange."""
-        return self._next - count
+        return self._next_count - count
 
     def due(self, count: int) -> bool:
         """Return whether ranks exchange at `count`. The result is the same on every rank."""
-        return count >= self._next
+        return count >= self._next_count
 
     def exchange(self, count: int, values: list[int]) -> list[list[int]]:
         """Return the `values` of every rank, in rank order. Collective, on the host, with equal `count`."""
-        now = time.perf_counter()
-        pace_us = int((now - self._since) / max(count - self._last, 1) * 1e6)
-        everyone = self._processes.gather_integers([*values, pace_us])
-        slowest_us = max(of_rank[-1] for of_rank in everyone)
-        wait = min(int(_PERIOD_S * 1e6) // max(slowest_us, 1), self._at_most - count % self._at_most)
-        self._last = count
-        self._since = now
-        self._next = count + max(wait, 1)
-        return [of_rank[:-1] for of_rank in everyone]
+        now_s = time.perf_counter()
+        num_steps = max(count - self._last_count, 1)
+        us_per_step = int((now_s - self._last_time_s) / num_steps * 1e6)
+        # The time per step travels with the values, because all ranks must compute the same next exchange from it.
+        by_rank = self._processes.gather_integers([*values, us_per_step])
+        slowest_us = max(of_rank[-1] for of_rank in by_rank)
+        steps_in_period = int(_PERIOD_S * 1e6) // max(slowest_us, 1)
+        # With at_most = 10, after step 7 there are at most 3 steps until the exchange at step 10.
+        steps_until_multiple = self._at_most - count % self._at_most
+        self._last_count = count
+        self._last_time_s = now_s
+        self._next_count = count + max(min(steps_in_period, steps_until_multiple), 1)
+        return [of_rank[:-1] for of_rank in by_rank]

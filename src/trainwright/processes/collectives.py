@@ -32,7 +32,7 @@ from trainwright.processes.process_group import Processes
 P = ParamSpec("P")
 
 _REDUCTIONS = ("mean", "sum", "max", "none")
-_UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
+_UNEQUAL_LENGTHS_HINT = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
 
 
 def is_torch_tensor(tensor: object) -> bool:
@@ -94,15 +94,17 @@ def send_to_device(
         skip_keys: keys of mappings whose values are not moved, at every depth. Default: None.
     """
     place = torch.device(device)
-    skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+    skipped = skip_keys or ()
+    if isinstance(skipped, str):
+        skipped = [skipped]
 
     def visit(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             return part.to(place, non_blocking=non_blocking)
-        if callable(getattr(part, "to", None)):  # before containers: a PackedSequence is one
+        if callable(getattr(part, "to", None)):  # before containers: a PackedSequence is a tuple, too
             try:
                 return part.to(place, non_blocking=non_blocking)
-            except TypeError:  # it has no such argument
+            except TypeError:  # such a method often has no argument `non_blocking`
                 return part.to(place)
         return rebuild(part, visit, skip_keys=skipped)
 
@@ -126,17 +128,20 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
     if isinstance(first, Mapping):
-        if any(set(other) != set(first) for other in data):
-            raise ConfigurationError(f"concatenate got mappings of different keys: {[list(other) for other in data]}.")
-        joined: Any = copy.copy(first)
+        keys = [list(mapping) for mapping in data]
+        if any(set(names) != set(first) for names in keys):
+            raise ConfigurationError(f"concatenate got mappings of different keys: {keys}.")
+        joined: Any = copy.copy(first)  # keeps the type, such as BatchEncoding
         for key in first:
-            joined[key] = concatenate([other[key] for other in data], dim)
+            joined[key] = concatenate([mapping[key] for mapping in data], dim)
         return joined
     if isinstance(first, (list, tuple)):
-        if any(len(other) != len(first) for other in data):
-            raise ConfigurationError(f"concatenate got sequences of different lengths: {[len(each) for each in data]}.")
-        columns = iter([concatenate(column, dim) for column in zip(*data, strict=True)])
-        return rebuild(first, lambda _: next(columns))
+        lengths = [len(sequence) for sequence in data]
+        if len(set(lengths)) > 1:
+            raise ConfigurationError(f"concatenate got sequences of different lengths: {lengths}.")
+        columns = [concatenate(column, dim) for column in zip(*data, strict=True)]
+        remaining = iter(columns)
+        return rebuild(first, lambda _: next(remaining))
     if len(data) == 1:
         return first
     raise TypeError(f"concatenate got a value of type {type(first).__name__}, and it takes tensors.")
@@ -166,14 +171,17 @@ def gather(tensor: object) -> Any:
     state = PartialState()
     if state.num_processes == 1:
         return tensor
-    processes = _ready("gather", state, tensor)
+    processes = state.joined()
+    _check_same_call("gather", state, tensor)
 
     def gather_one(leaf: torch.Tensor) -> torch.Tensor:
-        mine = leaf.detach().contiguous()
-        mine = mine[None] if mine.dim() == 0 else mine
-        found = mine.new_empty((processes.world_size, *mine.shape))
-        dist.all_gather(list(found.unbind()), mine, group=processes.group_for(leaf.device))
-        return found.flatten(0, 1)
+        part = leaf.detach().contiguous()
+        if part.dim() == 0:
+            part = part[None]
+        # The parts are views of one tensor, so that the result needs no further copy.
+        gathered = part.new_empty((processes.world_size, *part.shape))
+        dist.all_gather(list(gathered.unbind()), part, group=processes.group_for(leaf.device))
+        return gathered.flatten(0, 1)
 
     return recursively_apply(gather_one, tensor)
 
@@ -195,14 +203,19 @@ def gather_object(object: object) -> Any:
     state = PartialState()
     if state.num_processes == 1:
         return object
-    compare_calls(state.joined(), "gather_object", "objects", "Make the same call on every process.")
-    told = state.joined().gather_object(object if isinstance(object, (list, tuple)) else type(object))
-    wrong = {rank: kind for rank, kind in enumerate(told) if isinstance(kind, type)}
-    for rank, kind in wrong.items():  # on every process: the others must not wait for this one in their next exchange
-        raise TypeError(
-            f"gather_object takes a list, and got {kind.__name__} on process {rank}. Write gather_object([value])."
-        )
-    return [item for items in told for item in items]
+    processes = state.joined()
+    compare_calls(processes, "gather_object", "objects", "Make the same call on every process.")
+    # A wrong argument is sent as its type, so that every process raises the error. If only one process raised it, the
+    # others would wait for that process in their next exchange.
+    gathered = processes.gather_object(object if isinstance(object, (list, tuple)) else type(object))
+    objects: list[Any] = []
+    for rank, part in enumerate(gathered):
+        if isinstance(part, type):
+            raise TypeError(
+                f"gather_object takes a list, and got {part.__name__} on process {rank}. Write gather_object([value])."
+            )
+        objects.extend(part)
+    return objects
 
 
 def broadcast(tensor: object, from_process: int = 0) -> Any:
@@ -219,15 +232,16 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
     state = PartialState()
     if state.num_processes == 1:
         return tensor
-    processes = _ready("broadcast", state, tensor, from_process)
+    processes = state.joined()
+    _check_same_call("broadcast", state, tensor, from_process)
     _check_process(from_process, state)
 
     def broadcast_one(leaf: torch.Tensor) -> torch.Tensor:
-        own = leaf.detach()
-        sent = own.contiguous()
-        dist.broadcast(sent, from_process, group=processes.group_for(leaf.device))
-        if sent.data_ptr() != own.data_ptr():
-            own.copy_(sent)
+        destination = leaf.detach()  # shares the memory, and can be written in place if the leaf requires a gradient
+        buffer = destination.contiguous()
+        dist.broadcast(buffer, from_process, group=processes.group_for(leaf.device))
+        if buffer.data_ptr() != destination.data_ptr():  # the leaf is not contiguous, so the buffer is a copy
+            destination.copy_(buffer)
         return leaf
 
     return recursively_apply(broadcast_one, tensor)
@@ -244,11 +258,13 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         ConfigurationError: `from_process` does not exist, or differs between processes.
     """
     state = PartialState()
-    if state.num_processes > 1:
-        hint = "One process sends, and all must name it."
-        compare_calls(state.joined(), f"broadcast_object_list(…, {from_process})", "a list", hint)
-        _check_process(from_process, state)
-        object_list[:] = state.joined().broadcast_object(list(object_list), from_process)
+    if state.num_processes == 1:
+        return object_list
+    processes = state.joined()
+    hint = "One process sends, and all must name it."
+    compare_calls(processes, f"broadcast_object_list(…, {from_process})", "a list", hint)
+    _check_process(from_process, state)
+    object_list[:] = processes.broadcast_object(list(object_list), from_process)
     return object_list
 
 
@@ -261,14 +277,13 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Raises:
         ConfigurationError: no process, or more than one, passes a tensor. Raised on every process.
     """
-    owners = [tensor] if tensor is not None else []
-    shapes = gather_object([(owner.shape, owner.dtype) for owner in owners])
-    if len(shapes) != 1:
-        raise ConfigurationError(f"copy_tensor_to_devices got {len(shapes)} tensors. Pass a tensor on one process.")
+    described = gather_object([] if tensor is None else [(tensor.shape, tensor.dtype)])
+    if len(described) != 1:
+        raise ConfigurationError(f"copy_tensor_to_devices got {len(described)} tensors. Pass a tensor on one process.")
     if tensor is None:
-        shape, dtype = shapes[0]
+        shape, dtype = described[0]
         tensor = torch.zeros(shape, dtype=dtype, device=PartialState().device)
-    copied: torch.Tensor = reduce(tensor, "sum")
+    copied: torch.Tensor = reduce(tensor, "sum")  # of the tensor and zeros
     return copied
 
 
@@ -291,22 +306,25 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
         hint = " For others, reduce what gather returns: gather(tensor).amin(0)."
         raise unknown("reduction", reduction, _REDUCTIONS, hint)
     state = PartialState()
-    crosses = state.num_processes > 1 and reduction != "none"
-    if not crosses:
-        _tensors("reduce", tensor)
-    processes = _ready("reduce", state, tensor, reduction) if crosses else state.processes
+
+    def scale_one(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.clone() if scale == 1.0 else leaf * scale
+
+    if state.num_processes == 1 or reduction == "none":
+        _leaves("reduce", tensor)
+        return recursively_apply(scale_one, tensor)
+    processes = state.joined()
+    _check_same_call("reduce", state, tensor, reduction)
+    operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+    factor = scale / processes.world_size if reduction == "mean" else scale
 
     def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
-        if not crosses:
-            return leaf.clone() if scale == 1.0 else leaf * scale
         if reduction == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
             raise TypeError(
                 f"reduce got a tensor of {leaf.dtype}, which has no mean. Pass tensor.float(), or use 'sum'."
             )
-        total = leaf.detach().contiguous().clone()
-        operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        total = leaf.detach().contiguous().clone()  # all_reduce writes in place
         dist.all_reduce(total, operation, group=processes.group_for(leaf.device))
-        factor = scale / processes.world_size if reduction == "mean" else scale
         return total if factor == 1.0 else total * factor
 
     return recursively_apply(reduce_one, tensor)
@@ -331,8 +349,8 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
     """
     state = PartialState()
     if state.num_processes > 1:
-        _ready("pad_across_processes", state, tensor, dim, lengths_differ=True)
-    leaves = _tensors("pad_across_processes", tensor)
+        _check_same_call("pad_across_processes", state, tensor, dim, lengths_differ=True)
+    leaves = _leaves("pad_across_processes", tensor)
     if any(leaf.is_nested for leaf in leaves):
         text = "pad_across_processes does not pad nested tensors. Call their to_padded_tensor() first."
         warnings.warn(text, CannotPadNestedTensorWarning, stacklevel=2)
@@ -342,17 +360,21 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
     def is_padded(leaf: torch.Tensor) -> bool:
         return not leaf.is_nested and -leaf.dim() <= dim < leaf.dim()
 
+    # One exchange for all leaves. A leaf that is not padded sends -1, so that the lists are equally long.
     sizes = [leaf.shape[dim] if is_padded(leaf) else -1 for leaf in leaves]
-    longest = iter([max(column) for column in zip(*state.joined().gather_integers(sizes), strict=True)])
+    sizes_by_process = state.joined().gather_integers(sizes)
+    largest_sizes = iter([max(of_leaf) for of_leaf in zip(*sizes_by_process, strict=True)])
 
     def pad_one(leaf: torch.Tensor) -> torch.Tensor:
-        wanted = next(longest)
-        if not is_padded(leaf) or leaf.shape[dim] == wanted:
+        largest = next(largest_sizes)
+        if not is_padded(leaf) or leaf.shape[dim] == largest:
             return leaf
+        size = leaf.shape[dim]
         shape = list(leaf.shape)
-        shape[dim] = wanted
+        shape[dim] = largest
         padded = leaf.new_full(shape, pad_index)
-        padded.narrow(dim, wanted - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(leaf)
+        start = largest - size if pad_first else 0
+        padded.narrow(dim, start, size).copy_(leaf)
         return padded
 
     return recursively_apply(pad_one, tensor)
@@ -428,16 +450,22 @@ def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: 
 
 def listify(data: object) -> Any:
     """Return nested tensors as lists of numbers. Values of bfloat16 are converted to float32. Waits for the device."""
-    return recursively_apply(
-        lambda tensor: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().tolist(), data
-    )
+
+    def listify_one(leaf: torch.Tensor) -> Any:
+        if leaf.dtype == torch.bfloat16:
+            leaf = leaf.float()
+        return leaf.detach().cpu().tolist()
+
+    return recursively_apply(listify_one, data)
 
 
 def convert_to_fp32(tensor: object) -> Any:
     """Convert nested float16 and bfloat16 tensors to float32. Other leaves are unchanged."""
-    return recursively_apply(
-        lambda leaf: leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf, tensor
-    )
+
+    def convert_one(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+
+    return recursively_apply(convert_one, tensor)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[P, Any]) -> Callable[P, Any]:
@@ -450,54 +478,54 @@ def convert_outputs_to_fp32(model_forward: Callable[P, Any]) -> Callable[P, Any]
     return forward
 
 
-def _tensors(operation: str, tree: object) -> list[torch.Tensor]:
-    """Return the leaves of `tree`, depth first. Raise a TypeError for leaves that are not tensors."""
-    found: list[torch.Tensor] = []
+def _leaves(operation: str, tree: object) -> list[torch.Tensor]:
+    """Return the leaves of `tree`, depth first. Raise a TypeError that names `operation` if one is not a tensor."""
+    leaves: list[torch.Tensor] = []
 
-    def note(leaf: torch.Tensor) -> None:
-        found.append(leaf)
+    def append(leaf: torch.Tensor) -> None:
+        leaves.append(leaf)
 
-    note.__name__ = operation
-    recursively_apply(note, tree, error_on_other_type=True)
-    return found
+    append.__name__ = operation  # for the message of `recursively_apply`
+    recursively_apply(append, tree, error_on_other_type=True)
+    return leaves
 
 
-def _ready(
+def _check_same_call(
     operation: str, state: PartialState, tree: object, argument: object = None, *, lengths_differ: bool = False
-) -> Processes:
-    """Check that every process calls `operation` with equal shapes and dtypes. Return the processes. Collective.
+) -> None:
+    """Check that every process calls `operation` with equal shapes and dtypes. Collective.
 
     Wrong types and different calls raise errors on every process before data is sent, because the other processes would
     wait forever in a partial exchange.
     """
-    refused: TypeError | None = None
-    described: Any
+    type_error: TypeError | None = None
+    description: list[tuple[Any, ...]] | str
     try:
-        _tensors(operation, tree)
+        _leaves(operation, tree)
     except TypeError as error:
-        refused = error
-        described = str(error)
+        type_error = error
+        description = str(error)  # sent, too, so that processes with correct types raise an error as well
     else:
-        described = [
-            (*([name] if name else []), *_description(leaf, lengths_differ, state.debug))
-            for name, leaf in named_leaves(tree)
-        ]
-    processes = state.joined()
+        description = []
+        for path, leaf in named_leaves(tree):
+            fields = _description(leaf, lengths_differ, state.debug)
+            description.append((path, *fields) if path else fields)
     name = operation if argument is None else f"{operation}(…, {argument!r})"
     try:
-        compare_calls(processes, name, described, _UNEVEN)
+        compare_calls(state.joined(), name, description, _UNEQUAL_LENGTHS_HINT)
     except ConfigurationError as error:
-        raise (refused or error) from None
-    if refused is not None:
-        raise refused
-    return processes
+        raise (type_error or error) from None
+    if type_error is not None:
+        raise type_error
 
 
 def _description(leaf: torch.Tensor, lengths_differ: bool, debug: bool) -> tuple[Any, ...]:
+    """Return the fields of a leaf that must be equal on all processes, such as `((2, 3), "float32")`."""
     dtype = str(leaf.dtype).removeprefix("torch.")
     if not lengths_differ:
         return tuple(leaf.shape), dtype
-    return (f"{leaf.dim()} dimensions", *([dtype] if debug else []))
+    num_dims = f"{leaf.dim()} dimensions"
+    return (num_dims, dtype) if debug else (num_dims,)
 
 
 def _check_process(from_process: int, state: PartialState) -> None:
@@ -510,9 +538,10 @@ def _check_process(from_process: int, state: PartialState) -> None:
 
 def same_on_all_ranks(processes: Processes, call: object) -> bool:
     """Return whether every rank passes a `call` with the same `repr`. Collective, on the host."""
+    # 8 bytes are one int64: a single small exchange, however long the call's text is.
     digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
-    told = processes.gather_integers([int.from_bytes(digest, "big", signed=True)])
-    return all(row == told[0] for row in told)
+    digests = processes.gather_integers([int.from_bytes(digest, "big", signed=True)])
+    return all(row == digests[0] for row in digests)
 
 
 def compare_calls(processes: Processes, operation: str, arguments: object, hint: str) -> None:
@@ -526,31 +555,35 @@ def different_calls(calls: list[Any], hint: str) -> DistributedOperationExceptio
 
     The tensors are a text, or a list of tuples whose first element is a path such as `['loss']`.
     """
-    shown = "\n".join(f"  process {rank}: {name} of {what}" for rank, (name, what) in enumerate(calls))
+    lines = [f"  process {rank}: {name} of {tensors}\n" for rank, (name, tensors) in enumerate(calls)]
     return DistributedOperationException(
         "the processes do not make the same call with tensors of the same shapes and dtypes:\n"
-        f"{shown}\n{_first_difference(calls)}{hint}"
+        f"{''.join(lines)}{_first_difference(calls)}{hint}"
     )
 
 
 def _first_difference(calls: list[Any]) -> str:
     """Return a sentence that names the first tensor in which a process differs from process 0, or ''."""
     name = calls[0][0]
-    if any(other != name or not isinstance(what, list) for other, what in calls):
-        return ""
-    places: list[dict[Any, Any]] = [{entry[0]: entry[1:] for entry in what} for _, what in calls]
-    if not all(str(place).startswith(("[", ".")) for found in places for place in found):
-        return ""  # a process has one tensor, without a place
-    for rank, found in enumerate(places):
-        for place in {**places[0], **found}:
-            here = places[0].get(place)
-            there = found.get(place)
-            if here is None or there is None:
-                has, lacks = (rank, 0) if here is None else (0, rank)
-                return f"In {name}, process {has} has a tensor at {place}, and process {lacks} has none.\n"
-            if here != there:
-                shown = [", ".join(map(str, values)) for values in (here, there)]
-                return f"In {name}, {place} is {shown[0]} on process 0, and {shown[1]} on process {rank}.\n"
-        if list(found) != list(places[0]):
+    by_process: list[dict[str, tuple[Any, ...]]] = []  # for example [{"['loss']": ((2, 3), "float32")}, …]
+    for other_name, tensors in calls:
+        if other_name != name or not isinstance(tensors, list):
+            return ""
+        by_path = {entry[0]: entry[1:] for entry in tensors}
+        if not all(str(path).startswith(("[", ".")) for path in by_path):
+            return ""  # the process passes a single tensor, which has no path
+        by_process.append(by_path)
+    first = by_process[0]
+    for rank, other in enumerate(by_process):
+        for path in {**first, **other}:
+            if path not in first:
+                return f"In {name}, process {rank} has a tensor at {path}, and process 0 has none.\n"
+            if path not in other:
+                return f"In {name}, process 0 has a tensor at {path}, and process {rank} has none.\n"
+            if first[path] != other[path]:
+                expected = ", ".join(map(str, first[path]))
+                actual = ", ".join(map(str, other[path]))
+                return f"In {name}, {path} is {expected} on process 0, and {actual} on process {rank}.\n"
+        if list(other) != list(first):
             return f"In {name}, process {rank} has the keys in another order than process 0.\n"
     return ""

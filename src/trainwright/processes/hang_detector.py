@@ -5,11 +5,15 @@ the store of the process group. The thread runs no collectives, uses no device, 
 reads the Trainer's counters. The threads communicate through these keys of the store:
 
     events              counter that grows whenever `failure` or `stall/N` is written; the only key read at every beat
-    failure             the rank that failed first, with its traceback
+    failure             the rank that failed first, with its traceback, as JSON of a `Failure`
+    seen                number of ranks that have read `failure`
+    ended               number of ranks that have ended themselves after the failure; the first one prints its traceback
     stall/N             the rank that requested hang report N
-    at/N/RANK           the position of a rank in hang report N; one rank prints all of them
-    beat/RANK           the last known position of a rank, and True if the rank is saving
-    node/NODE           the processes of a node, which monitor each other
+    at/N/RANK           the position of a rank in hang report N
+    answers/N           number of ranks that have written their positions for report N
+    printed/N           number of ranks that were about to print report N; only the first one does
+    beat/RANK           number of the last beat of a rank, its position, and True if the rank is saving, as a JSON list
+    node/NODE           lines with rank, process ID and start time of each process of a node; they monitor each other
     gone/RANK           the rank's process was killed or crashed
     left/RANK           the rank has left the run; other ranks do not wait for it
 
@@ -48,7 +52,7 @@ from trainwright.processes.rank_position import (
 
 _BEAT_S = 0.5
 _RANKS_PER_BEAT_S = 256  # more ranks check less often, so that the store is not overloaded
-_GRACE_S = 2.0  # for a surviving rank to notice itself, after the failed rank has ended
+_GRACE_S = 2.0  # for a surviving rank's own error, such as a broken connection, after the failed rank has ended
 _PATIENCE_S = 15.0  # for a failed rank to end; longer only while it saves
 _ANSWER_S = 4.0  # for ranks to report their positions
 _ECHO_S = 2.5  # how long an error of a collective waits for the failure that caused it
@@ -95,22 +99,27 @@ class HangDetector:
         self._thread_id = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="trainwright-hang-detector", daemon=True)
         self._wake = threading.Event()
-        self._told = threading.Event()
+        self._was_reported = threading.Event()  # this rank's error was written, or cannot be written
         self._stopping = False
         self._error: BaseException | None = None  # the error with which this rank leaves the run
         self._mark = ProcessMark.mine()
         self._known_gone: set[int] = set()
+        self._num_beats = 0
+        self._num_events = 0  # the value of `events` at the last beat
         # Progress
-        self._last = position()
+        self._last_position = position()
         self._moved_at = time.monotonic()
-        self._beats = self._events = self._stalls = 0
-        self._stall_of_mine: tuple[Position, float] | None = None
-        self._covered: Position | None = None  # already reported
-        self._report_due: tuple[int, float] | None = None
-        # A failure elsewhere
+        self._num_reports = 0  # hang reports for which this rank has written its position
+        self._requested_stall: tuple[Position, float] | None = None  # position and its time, of this rank's request
+        self._reported_position: Position | None = None
+        self._report_due: tuple[int, float] | None = None  # number and time of the next report to print
+        # The first failure of a rank. A time of 0.0 means that the event has not happened.
         self._failure: Failure | None = None
-        self._failure_seen_at = self._out_of_the_way_at = self._interrupted_at = 0.0
-        self._failed_beat: tuple[bytes, float] = (b"", 0.0)
+        self._failure_seen_at = 0.0
+        self._failed_rank_left_at = 0.0
+        self._interrupted_at = 0.0
+        self._beat_of_failed = b""
+        self._beat_of_failed_at = 0.0
 
     # Called by the training thread
 
@@ -130,14 +139,16 @@ class HangDetector:
         """
         self._error = error
         self._wake.set()
-        self._told.wait(2 * _ECHO_S)
-        found = self._failure
-        if found is None or found.rank == self._rank:
+        self._was_reported.wait(2 * _ECHO_S)
+        failure = self._failure
+        if failure is None or failure.rank == self._rank:
             return
         if self._interrupted_at:
-            raise WorkerError(f"another process of this run has failed:\n{found.text}") from None
-        is_whole = self._repeats_tracebacks or found.gone  # one line, which names the rank
-        cause = found.text if is_whole else f"rank {found.rank}: {found.headline}"
+            raise WorkerError(f"another process of this run has failed:\n{failure.text}") from None
+        if self._repeats_tracebacks or failure.gone:  # without a traceback, the text is one line that names the rank
+            cause = failure.text
+        else:
+            cause = f"rank {failure.rank}: {failure.headline}"
         error.add_note(f"This followed the failure of another rank:\n{cause}")
 
     def close(self) -> None:
@@ -152,132 +163,141 @@ class HangDetector:
 
     def _run(self) -> None:
         try:
-            self._introduce()
+            self._write_process()
             while not self._stopping:
                 self._beat(time.monotonic())
                 self._wake.wait(self._beat_s)
                 self._wake.clear()
-            self._note_move(time.monotonic())
+            self._update_position(time.monotonic())
             if self._error is not None:
-                self._say_farewell()
+                self._finish_after_failure()
             else:
                 self._finish()
         except dist.DistError:
             self._store = None
-            self._go_on_without_store()
+            self._run_without_store()
         finally:
             self._store = None
-            self._told.set()
+            self._was_reported.set()
 
     @property
     def _shared(self) -> Any:
         assert self._store is not None  # it is released only when the thread ends or continues without it
         return self._store
 
-    def _introduce(self) -> None:
-        mark = json.dumps([self._rank, self._mark.pid, self._mark.started])
-        self._shared.append(f"node/{self._mark.node}", mark + "\n")
+    def _write_process(self) -> None:
+        fields = json.dumps([self._rank, self._mark.pid, self._mark.started])
+        self._shared.append(f"node/{self._mark.node}", fields + "\n")
 
     def _beat(self, now: float) -> None:
-        self._note_move(now)
-        if self._error is not None and not self._told.is_set():
-            self._tell()
-        events = self._shared.add("events", 0)
-        if events != self._events:
-            self._events = events
-            self._look(now)
-        self._look_after_neighbours()
-        self._beats += 1
+        self._update_position(now)
+        if self._error is not None and not self._was_reported.is_set():
+            self._report_error()
+        num_events = self._shared.add("events", 0)  # adding 0 reads a counter
+        if num_events != self._num_events:
+            self._num_events = num_events
+            self._read_events(now)
+        self._check_neighbours()
+        self._num_beats += 1
         # The activity of a rank besides training is checked only when others may have to wait for it.
-        saving = self._failure is not None and activity_of(frames_of(self._thread_id)) == "saving"
-        self._shared.set(f"beat/{self._rank}", json.dumps([self._beats, str(self._last), saving]))
+        is_saving = self._failure is not None and activity_of(frames_of(self._thread_id)) == "saving"
+        beat = [self._num_beats, str(self._last_position), is_saving]
+        self._shared.set(f"beat/{self._rank}", json.dumps(beat))
         if self._error is None:
             if self._failure is not None and self._is_time_to_end(now):
                 self._end()
             elif self._hang_timeout_s is not None:
-                self._watch_for_stall(now)
-                self._report_when_due(now)
+                self._request_report_of_stall(now)
+                self._print_report_when_due(now)
 
     def _finish(self) -> None:
         """Record that this rank ends without an error. Ranks end a stage together, so there is nothing to record."""
 
-    def _note_move(self, now: float) -> None:
+    def _update_position(self, now: float) -> None:
         position = self._position()
-        if position == self._last or self._error is not None:
+        if position == self._last_position or self._error is not None:
             return
-        if self._stall_of_mine is not None and self._stall_of_mine[0] != position:
-            still_s = now - self._stall_of_mine[1]
-            self._stall_of_mine = None
-            say(f"trainwright: rank {self._rank} has moved on after {still_s:.0f} s: {position}")
-        self._last = position
+        if self._requested_stall is not None:
+            stalled_position, stalled_at = self._requested_stall
+            if position != stalled_position:
+                self._requested_stall = None
+                say(f"trainwright: rank {self._rank} has moved on after {now - stalled_at:.0f} s: {position}")
+        self._last_position = position
         self._moved_at = now
 
-    def _look(self, now: float) -> None:
+    def _read_events(self, now: float) -> None:
+        """Read a failure, and answer requests for hang reports."""
         if self._failure is None and self._shared.check(["failure"]):
-            self._learn(Failure.from_json(self._shared.get("failure")))
-        while self._shared.check([f"stall/{self._stalls}"]):
-            self._answer(now)
+            self._set_failure(Failure.from_json(self._shared.get("failure")))
+        while self._shared.check([f"stall/{self._num_reports}"]):
+            self._write_position(now)
 
     # A rank that fails
 
-    def _tell(self) -> None:
+    def _report_error(self) -> None:
         """Write this rank's failure to the store, unless another rank has failed before."""
         error = self._error
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
         elif error is not None:
+            # An error of a collective follows from another rank's failure, which may not be in the store yet.
             deadline = time.monotonic() + (_ECHO_S if is_echo(error) else 0.0)
             while True:
-                self._look(time.monotonic())
-                self._look_after_neighbours()
+                self._read_events(time.monotonic())
+                self._check_neighbours()
                 if self._failure is not None or time.monotonic() >= deadline:
                     break
                 time.sleep(0.1)
-            own = error.__traceback__  # its first frame is the monitor's
-            text = "".join(traceback.format_exception(type(error), error, own and (own.tb_next or own)))
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:  # the first frame is the monitor's context manager
+                trace = trace.tb_next
+            text = "".join(traceback.format_exception(type(error), error, trace))
             self._post_failure(Failure(self._rank, f"rank {self._rank}:\n{text}"))
-        self._told.set()
+        self._was_reported.set()
 
     def _post_failure(self, failure: Failure) -> None:
         """Write a failure to the store, unless a rank has written one before. Then read the first failure."""
         if self._failure is None:
             first = self._shared.compare_set("failure", "", failure.to_json())
             self._shared.add("events", 1)
-            self._learn(Failure.from_json(first))
+            self._set_failure(Failure.from_json(first))
 
-    def _learn(self, failure: Failure) -> None:
+    def _set_failure(self, failure: Failure) -> None:
         self._failure = failure
         self._failure_seen_at = time.monotonic()
         self._shared.add("seen", 1)
 
-    def _say_farewell(self) -> None:
+    def _finish_after_failure(self) -> None:
         """Record that this failed rank leaves the run. If it serves the store, wait until all have read the failure."""
-        if not self._told.is_set():
-            self._tell()
-        if not isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # whose reason `_tell` has written
-            self._shared.set(f"left/{self._rank}", "failed")
-        else:
+        if not self._was_reported.is_set():
+            self._report_error()
+        if isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # `_report_error` has written the reason
             self._finish()
+        else:
+            self._shared.set(f"left/{self._rank}", "failed")
+        serves_store = self._rank == 0 and self._store_dies_with_rank_0
+        if not serves_store or self._failure is None:
+            return
         deadline = time.monotonic() + _ECHO_S
-        if self._rank == 0 and self._store_dies_with_rank_0 and self._failure is not None:
-            while self._shared.add("seen", 0) + len(self._known_gone) < self._world_size:
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.05)
-                self._look_after_neighbours()
+        while time.monotonic() < deadline:
+            if self._shared.add("seen", 0) + len(self._known_gone) >= self._world_size:
+                return
+            time.sleep(0.05)
+            self._check_neighbours()
 
-    def _look_after_neighbours(self) -> None:
+    def _check_neighbours(self) -> None:
         """Report the processes of this node that were killed or have crashed."""
         for line in self._shared.get(f"node/{self._mark.node}").decode().splitlines():
             rank, pid, started = json.loads(line)
-            mark = ProcessMark(self._mark.node, pid, started)
-            if rank == self._rank or rank in self._known_gone or not mark.is_gone():
+            if rank == self._rank or rank in self._known_gone:
+                continue
+            if not ProcessMark(self._mark.node, pid, started).is_gone():
                 continue
             self._known_gone.add(rank)
             self._shared.set(f"gone/{rank}", "")
             if not self._shared.check([f"left/{rank}"]):
-                node = self._mark.node.split()[0]
-                text = f"rank {rank}: its process {pid} on {node} has ended without a traceback (killed, or crashed)."
+                host = self._mark.node.split()[0]
+                text = f"rank {rank}: its process {pid} on {host} has ended without a traceback (killed, or crashed)."
                 self._post_failure(Failure(rank, text, gone=True))
 
     # A surviving rank
@@ -292,16 +312,22 @@ class HangDetector:
         assert failure is not None  # checked before
         rank = failure.rank
         is_gone = failure.gone or self._shared.check([f"gone/{rank}"])
-        is_known = is_gone or self._shared.check([f"left/{rank}"])
-        if is_known and not self._out_of_the_way_at:
-            self._out_of_the_way_at = now
-        if self._out_of_the_way_at:
-            return now - self._out_of_the_way_at >= self._grace_s(is_gone)
+        has_left = is_gone or self._shared.check([f"left/{rank}"])
+        if has_left and not self._failed_rank_left_at:
+            self._failed_rank_left_at = now
+        if self._failed_rank_left_at:
+            return now - self._failed_rank_left_at >= self._grace_s(is_gone)
+        # The failed rank has neither left nor ended. Wait longer only while its monitor reports that it saves.
         beat = self._shared.get(f"beat/{rank}") if self._shared.check([f"beat/{rank}"]) else b""
-        if beat != self._failed_beat[0]:
-            self._failed_beat = beat, now
-        saves = bool(beat) and json.loads(beat)[2] and now - self._failed_beat[1] < _PATIENCE_S
-        return not saves and now - self._failure_seen_at >= _PATIENCE_S
+        if beat != self._beat_of_failed:
+            self._beat_of_failed = beat
+            self._beat_of_failed_at = now
+        is_alive = now - self._beat_of_failed_at < _PATIENCE_S
+        if beat and is_alive:
+            _, _, is_saving = json.loads(beat)
+            if is_saving:
+                return False
+        return now - self._failure_seen_at >= _PATIENCE_S
 
     def _grace_s(self, is_gone: bool) -> float:
         """Return the seconds until this process ends, from when the failed rank left the run or its process ended."""
@@ -315,6 +341,7 @@ class HangDetector:
             now = time.monotonic()
             if not self._interrupted_at:
                 self._interrupted_at = now
+                # Python raises KeyboardInterrupt in the main thread only. `leave` replaces it by a WorkerError.
                 if self._thread_id == threading.main_thread().ident:
                     signal.pthread_kill(self._thread_id, signal.SIGINT)
             if in_notebook() or now - self._interrupted_at < 2 * _GRACE_S:
@@ -323,16 +350,16 @@ class HangDetector:
         text = f"\n{failure.text}" if is_first and self._repeats_tracebacks else f" {failure.headline}"
         say(f"trainwright: rank {self._rank} ends after the failure of rank {failure.rank}.{text}")
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(1)  # sys.exit would end this thread only
 
-    def _go_on_without_store(self) -> None:
-        """Handle the end of the process that serves the store: rank 0, or torchrun's agent on the node of rank 0."""
+    def _run_without_store(self) -> None:
+        """Monitor after the end of the process that served the store: rank 0, or torchrun's agent on its node."""
         if self._failure is None and self._store_dies_with_rank_0:
             self._failure = Failure(0, "rank 0: its process, which served the store, has ended.", gone=True)
         lost_at = time.monotonic()
         while not self._stopping and self._error is None:
             now = time.monotonic()
-            self._note_move(now)
+            self._update_position(now)
             if self._failure is not None and now - lost_at >= _GRACE_S:
                 self._end()
             elif self._failure is None and self._waits_for_long(now, lost_at):
@@ -341,39 +368,46 @@ class HangDetector:
             self._wake.clear()
 
     def _waits_for_long(self, now: float, lost_at: float) -> bool:
-        """Return whether the main thread has been in a collective since the store was lost."""
-        quiet_s = now - max(lost_at, self._moved_at)
-        return quiet_s >= 5 * _GRACE_S and bool(collective_of(frames_of(self._thread_id)))
+        """Return whether the main thread is in a collective, and has made no progress for long since `lost_at`."""
+        still_s = now - max(lost_at, self._moved_at)
+        return still_s >= 5 * _GRACE_S and bool(collective_of(frames_of(self._thread_id)))
 
     # A rank that hangs
 
-    def _watch_for_stall(self, now: float) -> None:
+    def _request_report_of_stall(self, now: float) -> None:
+        """Request a hang report if this rank makes no progress, once per position."""
         still_s = now - self._moved_at
-        if self._hang_timeout_s is None or still_s < self._hang_timeout_s or self._covered == self._last:
+        if self._hang_timeout_s is None or still_s < self._hang_timeout_s:
             return
-        first = self._shared.compare_set(f"stall/{self._stalls}", "", str(self._rank))
+        if self._reported_position == self._last_position:
+            return
+        first = self._shared.compare_set(f"stall/{self._num_reports}", "", str(self._rank))
         if int(first) == self._rank:
-            self._stall_of_mine = self._last, self._moved_at
+            self._requested_stall = self._last_position, self._moved_at
         self._shared.add("events", 1)
-        self._look(now)
+        self._read_events(now)
 
-    def _answer(self, now: float) -> None:
+    def _write_position(self, now: float) -> None:
         """Write this rank's position for the next hang report."""
-        number = self._stalls
-        self._stalls = self._stalls + 1
-        self._covered = self._last
-        own_position = position_of_rank(self._rank, self._last, now - self._moved_at, self._thread_id)
-        self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(own_position)))
+        number = self._num_reports
+        self._num_reports += 1
+        self._reported_position = self._last_position
+        position = position_of_rank(self._rank, self._last_position, now - self._moved_at, self._thread_id)
+        self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(position)))
         self._shared.add(f"answers/{number}", 1)
-        # Rank 0 prints; the next one does if rank 0's thread does not answer.
+        # Rank 0 prints after 4 s at the latest. If its monitor does not run, rank 1 prints after 8 s, rank 2 after
+        # 12 s, and the others after 16 s.
         self._report_due = number, now + _ANSWER_S * (1 + min(self._rank, 3))
 
-    def _report_when_due(self, now: float) -> None:
+    def _print_report_when_due(self, now: float) -> None:
         """Print a report after all ranks have answered or the time limit for answers is over."""
         if self._report_due is None:
             return
         number, due = self._report_due
-        if now >= due or (self._rank == 0 and self._shared.add(f"answers/{number}", 0) == self._world_size):
+        is_due = now >= due
+        if not is_due and self._rank == 0:
+            is_due = self._shared.add(f"answers/{number}", 0) == self._world_size
+        if is_due:
             self._report_due = None
             if self._shared.add(f"printed/{number}", 1) == 1:
                 self._print_report(number)
@@ -388,11 +422,14 @@ class HangDetector:
             else:
                 silent[rank] = self._last_seen(rank)
         if initiator in answers:
-            assert self._hang_timeout_s is not None  # checked only then, and all ranks have the same settings
-            limits = {"hang_timeout_s": self._hang_timeout_s, "timeout_s": self._timeout_s}
-            say(hang_report(initiator, answers, silent, **limits))
+            assert self._hang_timeout_s is not None  # reports are requested only then; all ranks have equal settings
+            report = hang_report(
+                initiator, answers, silent, hang_timeout_s=self._hang_timeout_s, timeout_s=self._timeout_s
+            )
+            say(report)
 
     def _last_seen(self, rank: int) -> str:
+        """Return the last known state of a rank that has not written its position."""
         if self._shared.check([f"gone/{rank}"]):
             state = "its process has ended"
         elif self._shared.check([f"left/{rank}"]):
@@ -401,12 +438,13 @@ class HangDetector:
             state = "its process has ended or is stopped, or a thread in it holds the GIL"
         if not self._shared.check([f"beat/{rank}"]):
             return state
-        return f"{state}; last seen: {json.loads(self._shared.get(f'beat/{rank}'))[1]}"
+        _, position, _ = json.loads(self._shared.get(f"beat/{rank}"))
+        return f"{state}; last seen: {position}"
 
 
 def is_echo(error: BaseException) -> bool:
     """Return whether an error looks like that of a collective with a broken connection to another rank."""
-    signs = ("onnection", "pair.cc", "roken pipe")
+    signs = ("onnection", "pair.cc", "roken pipe")  # gloo writes both "Connection closed" and "connection reset"
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 

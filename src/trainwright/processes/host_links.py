@@ -14,14 +14,16 @@ from collections.abc import Callable
 
 _SILENCE_S = 25  # of a host, after which it counts as lost; longer than the 15 s of `trainwright launch`
 _PROBE_S = 5  # between two probes of the kernel
-_LOOK_S = 0.5
-_TOKEN_BYTES = 16
+_POLL_S = 0.5
+_TOKEN_BYTES = 16  # hexadecimal digits
+_RANK_BYTES = 4
 
 
 class HostLinks:
     """Connections of rank 0 to the ranks on other hosts, or the one connection of such a rank to rank 0.
 
-    A thread waits for their ends. Nothing is sent, except by the kernels of the hosts.
+    A thread waits for the end of each connection. After a greeting, which is a token and the rank, nothing is sent
+    except by the kernels of the hosts.
 
     Args:
         on_loss: called in that thread with the rank at the other end, and True if its host cannot be reached, or False
@@ -30,8 +32,9 @@ class HostLinks:
 
     def __init__(self, on_loss: Callable[[int, bool], None]) -> None:
         self._on_loss = on_loss
+        # The data of a socket is the rank at the other end, or None for the server and during the greeting.
         self._selector = selectors.DefaultSelector()
-        self._greetings: dict[socket.socket, bytes] = {}  # of connections that have not sent all of it
+        self._greetings: dict[socket.socket, bytes] = {}  # received parts of incomplete greetings
         self._token = b""
         self._is_closed = False
         self._thread = threading.Thread(target=self._wait, name="trainwright-host-links", daemon=True)
@@ -62,7 +65,7 @@ class HostLinks:
         except OSError:
             return False
         try:
-            connection.sendall(token.encode() + rank.to_bytes(4, "big"))
+            connection.sendall(token.encode() + rank.to_bytes(_RANK_BYTES, "big"))
             self._add(connection, 0)
         except OSError:
             connection.close()
@@ -74,68 +77,74 @@ class HostLinks:
         """Close all connections."""
         self._is_closed = True
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(2 * _LOOK_S)
+            self._thread.join(2 * _POLL_S)
 
     # The thread
 
     def _wait(self) -> None:
         while not self._is_closed:
-            for key, _ in self._selector.select(_LOOK_S):
-                end = key.fileobj
-                assert isinstance(end, socket.socket)  # only sockets are registered
-                if end in self._greetings:
-                    self._greet(end)
+            for key, _ in self._selector.select(_POLL_S):
+                readable = key.fileobj
+                assert isinstance(readable, socket.socket)  # only sockets are registered
+                if readable in self._greetings:
+                    self._read_greeting(readable)
                 elif key.data is None:
-                    self._accept(end)
+                    self._accept(readable)
                 else:
-                    self._read(end, key.data)
+                    self._check_end(readable, key.data)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
-            with contextlib.suppress(OSError):  # workers of a DataLoader have copies, which would keep it open
+            # Workers of a DataLoader have copies of the socket, so that closing it here would not end the connection.
+            with contextlib.suppress(OSError):
                 key.fileobj.shutdown(socket.SHUT_RDWR)
             key.fileobj.close()
         self._selector.close()
 
     def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has ended before
+        with contextlib.suppress(OSError):  # the connection has ended already
             connection, _ = server.accept()
             self._add(connection, None)
             self._greetings[connection] = b""
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _read_greeting(self, connection: socket.socket) -> None:
         """Read the token and the rank of a connection. Close a connection of another program."""
-        missing = _TOKEN_BYTES + 4 - len(self._greetings[connection])
+        greeting = self._greetings[connection]
+        num_missing = _TOKEN_BYTES + _RANK_BYTES - len(greeting)
         try:
-            found = connection.recv(missing)
-        except BlockingIOError:  # it was reported as readable without data
+            received = connection.recv(num_missing)
+        except BlockingIOError:  # the connection was reported as readable without data
             return
         except OSError:
-            found = b""
-        greeting = self._greetings[connection] + found
-        self._greetings[connection] = greeting
-        if len(found) == missing and greeting.startswith(self._token):
-            self._selector.modify(connection, selectors.EVENT_READ, int.from_bytes(greeting[_TOKEN_BYTES:], "big"))
-            del self._greetings[connection]
-        elif not found or len(found) == missing:
-            del self._greetings[connection]
-            self._drop(connection)
+            received = b""
+        greeting += received
+        if received and len(received) < num_missing:
+            self._greetings[connection] = greeting
+            return
+        del self._greetings[connection]
+        is_complete = len(received) == num_missing
+        if is_complete and greeting.startswith(self._token):
+            rank = int.from_bytes(greeting[_TOKEN_BYTES:], "big")
+            self._selector.modify(connection, selectors.EVENT_READ, rank)
+        else:
+            self._close_connection(connection)
 
-    def _read(self, connection: socket.socket, rank: int) -> None:
+    def _check_end(self, connection: socket.socket, rank: int) -> None:
+        """Report the end of a connection."""
         try:
-            if connection.recv(1):
+            if connection.recv(1):  # empty at the end of a connection
                 return
             is_unreachable = False
-        except BlockingIOError:  # it was reported as readable without data
+        except BlockingIOError:  # the connection was reported as readable without data
             return
         except ConnectionResetError:
             is_unreachable = False
         except OSError:  # ETIMEDOUT, EHOSTUNREACH, ENETUNREACH
             is_unreachable = True
-        self._drop(connection)
+        self._close_connection(connection)
         if not self._is_closed:
             self._on_loss(rank, is_unreachable)
 
-    def _drop(self, connection: socket.socket) -> None:
+    def _close_connection(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         connection.close()
 

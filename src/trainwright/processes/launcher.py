@@ -31,9 +31,9 @@ from trainwright.core.host.folders import is_in_use, mark_in_use
 from trainwright.core.names.replacement import active_replacements
 from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
 
-_GRACE_S = 10.0  # how long the others may take to end after one has failed, or all leave together
-_LEFT_ALONE_S = 0.5  # after this process has left them: they wait for it in vain
-_JUST_MADE_S = 30.0  # a folder this new may not be held yet
+_GRACE_S = 10.0  # for the other processes to end after one has failed, or when all end together
+_GRACE_AFTER_ERROR_S = 0.5  # after an error of this process only: the others may wait for it in a collective
+_JUST_CREATED_S = 30.0  # the process of a folder this new may not have marked it as in use yet
 _PREFIX = "trainwright-work-"
 _FIRST_PORT = 15_000
 _NUM_PORTS = 14_000
@@ -76,9 +76,14 @@ def run_in_processes(
         before: picklable function that is called first in the new processes. Default: None.
     """
     payload = serialize((before, work, sys.argv), by_value)
-    port = free_port()
-    common = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8)}
+    common = {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        STARTED_BY_TRAINER: secrets.token_hex(8),
+    }
     with work_folder() as folder:
         file = folder / "work.pkl"
         file.write_bytes(payload)
@@ -92,9 +97,9 @@ def run_in_processes(
                 try:
                     result = work()
                 except BaseException as error:
-                    children.blame(error)
+                    children.raise_cause(error)
                     if not isinstance(error, (WorkerError, Preempted)):
-                        grace_s = _LEFT_ALONE_S
+                        grace_s = _GRACE_AFTER_ERROR_S
                     raise
             children.wait()
             return result
@@ -115,18 +120,22 @@ def _remove_left_over() -> None:
     """Remove folders of this user's earlier calls whose processes were all killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another process removes it too
-            found = folder.lstat()
-            is_own = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
-            if is_own and time.time() - found.st_mtime > _JUST_MADE_S and not is_in_use(folder):
+            status = folder.lstat()  # not `stat`: another user may have created a link of this name
+            is_of_this_user = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+            if not stat.S_ISDIR(status.st_mode) or not is_of_this_user:
+                continue
+            is_old = time.time() - status.st_mtime > _JUST_CREATED_S
+            if is_old and not is_in_use(folder):
                 shutil.rmtree(folder)
 
 
 def run_module(module: str, arguments: list[str]) -> int:
-    """Run `python -m module` in a separate process with the same import path, and return the exit code. The output is
-    written to this process's stderr. Blocks until the module has ended.
+    """Run `python -m module` in a separate process with the same import path, and return the exit code.
+
+    The output is written to this process's stderr. Blocks until the module has ended.
     """
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, env=_with_own_path({}), stdout=2, check=False).returncode
+    return subprocess.run(command, env=_with_own_path({}), stdout=2, check=False).returncode  # 2: stderr
 
 
 def _with_own_path(variables: dict[str, str]) -> dict[str, str]:
@@ -141,7 +150,11 @@ def import_path() -> str:
 
 def failure_of_started() -> str | None:
     """Return the traceback of a failed process that this process has started, or None if none has failed."""
-    return next((found for found in (children.failure() for children in _started) if found is not None), None)
+    for children in _started:
+        failure = children.failure()
+        if failure is not None:
+            return failure
+    return None
 
 
 def first_error(folder: Path) -> str | None:
@@ -151,11 +164,11 @@ def first_error(folder: Path) -> str | None:
 
 
 class _Children:
-    """Started processes, and their results."""
+    """Started processes of one call of `run_in_processes`, and their failures."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: dict[int, subprocess.Popen[bytes]] = {}  # by rank
 
     def start(self, rank: int, file: Path, variables: dict[str, str]) -> None:
         command = [sys.executable, "-m", "trainwright.processes.worker", str(file), str(os.getpid())]
@@ -167,24 +180,26 @@ class _Children:
             # Nothing here sends SIGKILL before the failure is known. Errors of other ranks are its consequences.
             if process.poll() == -signal.SIGKILL:
                 return f"rank {rank} was killed by SIGKILL, perhaps because the memory was full, and left no traceback"
-        found = first_error(self._folder)
-        if found is not None:
-            return found
+        traceback = first_error(self._folder)
+        if traceback is not None:
+            return traceback
         for rank, process in self._started.items():
             if process.poll() not in (None, 0):
                 return f"rank {rank} ended with exit code {process.returncode} and left no traceback"
         return None
 
-    def blame(self, error: BaseException) -> None:
+    def raise_cause(self, error: BaseException) -> None:
         """Raise a WorkerError if `error` is a RuntimeError, such as a broken connection, and a process has failed."""
         if not isinstance(error, RuntimeError):
             return
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
-            found = self.failure()
-            if found is not None:
+            failure = self.failure()
+            if failure is not None:
                 # Not chained: the cause must be printed first.
-                raise WorkerError(f"a process that the Trainer started has failed:\n{found}") from None
+                raise WorkerError(f"a process that the Trainer started has failed:\n{failure}") from None
+            # A connection breaks before the failed process has written its traceback, so wait. gloo writes
+            # "Connection" and "connection".
             if "onnection" not in str(error):
                 return
             time.sleep(0.05)
@@ -193,9 +208,9 @@ class _Children:
         """Wait until all processes have ended. Raise the error of a failed process."""
         for process in self._started.values():
             process.wait()
-        found = self.failure()
-        if found is not None:
-            raise WorkerError(f"a process that the Trainer started has failed:\n{found}")
+        failure = self.failure()
+        if failure is not None:
+            raise WorkerError(f"a process that the Trainer started has failed:\n{failure}")
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM to running processes. Kill processes that still run after `grace_s` seconds."""
@@ -269,10 +284,10 @@ def _keep_accelerate_variables() -> Iterator[None]:
 
 
 def purge_accelerate_environment(function_or_class: Any) -> Any:
-    """Decorator: what a function sets in variables `ACCELERATE_…` is undone when it returns.
+    """Decorate a function so that changes of variables `ACCELERATE_…` within it are undone when it returns.
 
-    transformers' `TrainingArguments`, for example, sets such variables, which later `Accelerator`s read. Of a class and
-    its sub-classes, the methods whose names begin with "test" are decorated.
+    transformers' `TrainingArguments`, for example, sets such variables, which later `Accelerator`s read. For a class,
+    methods whose names begin with "test" are decorated, also those of its sub-classes.
     """
     if not isinstance(function_or_class, type):
         return _keep_accelerate_variables()(function_or_class)
@@ -311,13 +326,14 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
             return super().reducer_override(obj)
 
     registered = []
+    by_value_modules = {"__main__"}
     for obj in by_value:
         owner = obj if isinstance(obj, (type, FunctionType)) else type(obj)
         module = sys.modules.get(owner.__module__)
-        if module is not None and not _importable(module.__name__):
+        if module is not None and not _is_importable(module.__name__):
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
-    by_value_modules = {"__main__", *(module.__name__ for module in registered)}
+            by_value_modules.add(module.__name__)
     file = io.BytesIO()
     try:
         pickler = Pickler(file)
@@ -335,7 +351,7 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _importable(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     if module == "__main__":
         return True  # cloudpickle sends it by value anyway
     try:

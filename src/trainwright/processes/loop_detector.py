@@ -1,12 +1,12 @@
 """Monitor of each rank in a user-written loop, which detects failed ranks, and ranks that wait for one that has ended.
 
 A user-written loop has no counters. Its monitor reports no hang, but the calls in which ranks are late (`LateCalls`). A
-rank that ends without an error does not end the others, which may still write files or evaluate. Only when all of them
-wait in collectives, which the rank that has ended can never call, they end. These keys of the store are added to those
-of the `HangDetector`:
+rank that ends without an error does not end the others, which may still write files or evaluate. They end only when all
+of them wait in collectives, which the ended rank can never call. These keys of the store are added to those of the
+`HangDetector`:
 
     departed            the ranks that have left without a failure
-    aware               the ranks that know that rank 0, which serves the store, has done so
+    aware               the ranks that have read that rank 0, which serves the store, has left without a failure
     hosts               the host of each rank, written before all ranks have met
     link                where rank 0 accepts the connections of ranks on other hosts (`HostLinks`)
     stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
@@ -31,10 +31,10 @@ from trainwright.processes.rank_position import Position
 _NO_COUNTERS = Position(0, 0, 0, "user-written loop")
 _EXIT_S = 12.0  # for a failed script that has left the run to end its process: seconds on a busy machine
 _LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
-_LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
+_LOST_WITHOUT_STORE_S = 60.0  # the same without a store if other ranks remain, whose positions are then not known
 _WITHOUT_AGENT_S = 10.0  # the same if the agent that served the store has ended
 _LINK_S = 5.0  # for rank 0 to create its Accelerator, so that ranks on other hosts can connect to it
-_LEAVING_S = 1.0  # from the end of a connection until the reason of a rank that has left must be in the store
+_LEAVING_S = 1.0  # from the end of a connection until `left/RANK` must be in the store if the rank has left the run
 _AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
 _WITH_STORE_S = 15.0  # for several remaining ranks to detect that all of them wait for rank 0, which takes 8 s
 
@@ -78,7 +78,7 @@ class LoopDetector(HangDetector):
         self._late_calls = late_calls
         self._host = host
         self._links: HostLinks | None = None
-        self._ended_links: dict[int, tuple[float, bool]] = {}  # time, and whether the host cannot be reached
+        self._ended_links: dict[int, tuple[float, bool]] = {}  # by rank: time, and True if its host cannot be reached
         self._departed: set[int] = set()  # as of the last event
         self._stuck_at = ""  # the value of this rank's key `stuck/RANK`
 
@@ -89,8 +89,8 @@ class LoopDetector(HangDetector):
 
     def leave(self, error: BaseException) -> None:
         super().leave(error)
-        is_own = self._failure is None or self._failure.rank == self._rank
-        if is_own and self._departed and is_echo(error):
+        follows_other = self._failure is not None and self._failure.rank != self._rank
+        if not follows_other and self._departed and is_echo(error):
             error.add_note(f"{self._departed_text()} before.")
 
     def close(self) -> None:
@@ -104,16 +104,17 @@ class LoopDetector(HangDetector):
 
     def _beat(self, now: float) -> None:
         super()._beat(now)
-        self._late_calls.note()
+        self._late_calls.update()
         self._late_calls.exchange()
-        if self._departed and self._error is None and self._failure is None:
+        nothing_failed = self._error is None and self._failure is None
+        if self._departed and nothing_failed:
             self._end_if_lost()
 
-    def _look(self, now: float) -> None:
-        super()._look(now)
-        known = self._departed
+    def _read_events(self, now: float) -> None:
+        super()._read_events(now)
+        departed_before = self._departed
         self._departed = departed_ranks(self._shared)
-        if 0 in self._departed - known:
+        if 0 in self._departed - departed_before:
             self._shared.append("aware", f"{self._rank} ")
 
     def _finish(self) -> None:
@@ -131,20 +132,21 @@ class LoopDetector(HangDetector):
 
     def _link_hosts(self) -> None:
         """Connect to rank 0 if it is on another host. A rank that cannot connect is only not monitored by rank 0."""
-        hosts = dict(line.split(" ", 1) for line in self._shared.get("hosts").decode().splitlines())
+        lines = self._shared.get("hosts").decode().splitlines()  # for example "3 node-1 pid:[4026531836]"
+        hosts = dict(line.split(" ", 1) for line in lines)
         if self._rank == 0 and len(set(hosts.values())) > 1:
-            self._links = HostLinks(self._note_end)
+            self._links = HostLinks(self._record_end)
             self._shared.set("link", self._links.listen())
         elif hosts[str(self._rank)] != hosts["0"]:
             deadline = time.monotonic() + _LINK_S
             while not self._shared.check(["link"]) and time.monotonic() < deadline:
                 time.sleep(0.01)
             if self._shared.check(["link"]):
-                self._links = HostLinks(self._note_end)
+                self._links = HostLinks(self._record_end)
                 self._links.connect(self._host, self._shared.get("link").decode(), self._rank)
 
-    def _note_end(self, rank: int, is_unreachable: bool) -> None:
-        """Note that the connection to a rank has ended. The thread of the links calls it."""
+    def _record_end(self, rank: int, is_unreachable: bool) -> None:
+        """Record that the connection to a rank has ended. Called in the thread of the links."""
         self._ended_links[rank] = time.monotonic(), is_unreachable
         if is_unreachable and rank == 0:
             # The monitor thread waits for the store, which is on the host of rank 0, for up to the timeout.
@@ -154,18 +156,21 @@ class LoopDetector(HangDetector):
                 sys.stdout.flush()
                 os._exit(1)
 
-    def _look_after_neighbours(self) -> None:
-        super()._look_after_neighbours()
-        for rank, (ended_at, is_unreachable) in list(self._ended_links.items()):
+    def _check_neighbours(self) -> None:
+        super()._check_neighbours()
+        for rank, (ended_at, is_unreachable) in list(self._ended_links.items()):  # a copy: another thread adds items
             if time.monotonic() < ended_at + _LEAVING_S:
                 continue
             del self._ended_links[rank]
             self._known_gone.add(rank)
             self._shared.set(f"gone/{rank}", "")
-            if not self._shared.check([f"left/{rank}"]):
+            if self._shared.check([f"left/{rank}"]):
+                continue
+            if is_unreachable:
+                text = "its host cannot be reached."
+            else:
                 text = "its process, on another host, has ended without a traceback (killed, or crashed)."
-                text = "its host cannot be reached." if is_unreachable else text
-                self._post_failure(Failure(rank, f"rank {rank}: {text}", gone=True))
+            self._post_failure(Failure(rank, f"rank {rank}: {text}", gone=True))
 
     # A rank that waits for one that has ended
 
@@ -178,16 +183,23 @@ class LoopDetector(HangDetector):
         if place != self._stuck_at:
             self._shared.set(f"stuck/{self._rank}", place)
             self._stuck_at = place
-        if place and all(self._is_stuck(rank) for rank in range(self._world_size) if rank not in self._departed):
+        if not place:
+            return
+        remaining = set(range(self._world_size)) - self._departed
+        if all(self._is_stuck(rank) for rank in remaining):
             self._end_lost(place)
 
     def _is_stuck(self, rank: int) -> bool:
-        return bool(self._shared.check([f"stuck/{rank}"])) and bool(self._shared.get(f"stuck/{rank}"))
+        key = f"stuck/{rank}"
+        if not self._shared.check([key]):  # `get` would wait for the key
+            return False
+        return bool(self._shared.get(key))
 
     def _end_lost(self, place: str) -> None:
+        """End this process, which waits for others at `place` in vain."""
         if in_notebook():
             return
-        if self._store is not None:  # others would report this process as crashed
+        if self._store is not None:  # otherwise, others would report this process as crashed
             self._store.set(f"left/{self._rank}", "it waited for a rank that has left")
         say(
             f"trainwright: rank {self._rank} ends, because {self._departed_text()} and cannot make the call that it "
@@ -202,18 +214,18 @@ class LoopDetector(HangDetector):
 
     # The end of the store
 
-    def _go_on_without_store(self) -> None:
+    def _run_without_store(self) -> None:
         if 0 in self._departed:
             self._wait_without_store()
         else:
-            super()._go_on_without_store()
+            super()._run_without_store()
 
     def _wait_without_store(self) -> None:
         """End this process if it waits for others after rank 0, which served the store, has ended without an error."""
         others_remain = len(self._departed) + 1 < self._world_size
         limit_s = _LOST_WITHOUT_STORE_S if others_remain else _LOST_S
         while not self._stopping and self._error is None:
-            self._late_calls.note()
+            self._late_calls.update()
             place = self._late_calls.place_of_wait(limit_s)
             if place:
                 self._end_lost(place)
@@ -221,8 +233,8 @@ class LoopDetector(HangDetector):
             self._wake.clear()
 
     def _waits_for_long(self, now: float, lost_at: float) -> bool:
-        self._late_calls.note()
-        return bool(self._late_calls.place_of_wait(_WITHOUT_AGENT_S))
+        self._late_calls.update()
+        return self._late_calls.place_of_wait(_WITHOUT_AGENT_S) != ""
 
 
 def departed_ranks(store: Any) -> set[int]:
@@ -235,11 +247,11 @@ def departed_ranks(store: Any) -> set[int]:
 
 
 def wait_until_known(store: Any, rank: int, world_size: int) -> None:
-    """Wait until the other ranks know that rank 0 has ended without an error, or have ended.
+    """Wait until the other ranks have read that rank 0 has ended without an error, or have ended.
 
-    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure. That
-    takes at most 1.5 s. If several ranks remain, they need the store to detect that all of them wait for rank 0. Then
-    this function waits for at most 15 s, or until only one remains.
+    Afterwards, rank 0 may end the store, which it serves. The other ranks would report a sudden end as a failure. The
+    wait takes at most 1.5 s. If several ranks remain, they need the store to detect that all of them wait for rank 0.
+    Then this function waits until only one remains, for at most 15 s.
 
     Args:
         store: connection of the calling thread, with the prefix of the detector.
@@ -252,9 +264,10 @@ def wait_until_known(store: Any, rank: int, world_size: int) -> None:
         for other in range(world_size):
             if store.check([f"gone/{other}"]) or store.check([f"left/{other}"]):
                 ended.add(other)
-        num_known = len(ended | _ranks_in(store, "aware"))
-        is_known = num_known == world_size or time.monotonic() >= start_s + _AWARE_S
-        if is_known and world_size - len(ended) < 2:
+        ended_or_aware = ended | _ranks_in(store, "aware")
+        all_know = len(ended_or_aware) == world_size or time.monotonic() >= start_s + _AWARE_S
+        num_remaining = world_size - len(ended)
+        if all_know and num_remaining < 2:
             return
         time.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""Exchange of failures between the ranks of a user-written loop, which is not within a context of ours."""
+"""Exchange of failures between the ranks of a user-written loop, which runs outside of Trainwright's functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.core.errors import WorkerError
 from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.loop_detector import LoopDetector, departed_ranks, wait_until_known
 
-_watches: list[LoopWatch] = []  # those that are not closed
+_open_watches: list[LoopWatch] = []
 
 
 class LoopWatch:
@@ -56,13 +56,13 @@ class LoopWatch:
             store_dies_with_rank_0=store_dies_with_rank_0,
         )
         self._detector.start()
-        self._hook_before = sys.excepthook
-        self._hook = self._report_uncaught  # one object, to be compared with sys.excepthook
+        self._previous_hook = sys.excepthook
+        self._hook = self._report_uncaught  # each access of the method creates another object; `close` compares it
         sys.excepthook = self._hook
         atexit.register(self._end_with_process)
         # A process of multiprocessing ends without the functions of atexit.
         self._finalizer = multiprocessing.util.Finalize(None, self._end_with_process, exitpriority=0)
-        _watches.append(self)
+        _open_watches.append(self)
 
     def departed_ranks(self) -> list[int]:
         """Return the other ranks that have left the run without a failure."""
@@ -74,17 +74,20 @@ class LoopWatch:
         Raises:
             WorkerError: another rank has failed, and the error is only the interrupt of this rank.
         """
-        if os.getpid() == self._pid and not self._has_failed:  # not in a forked process, which has no monitor
-            self._has_failed = True
-            self._detector.leave(error)
+        is_forked = os.getpid() != self._pid  # threads, such as the monitor, run in the forking process only
+        if is_forked or self._has_failed:
+            return
+        self._has_failed = True
+        self._detector.leave(error)
 
     def close(self) -> None:
         """Stop the monitor. Other ranks no longer wait for this one."""
-        if self in _watches:
-            _watches.remove(self)
-            if sys.excepthook is self._hook:
-                sys.excepthook = self._hook_before
-            self._detector.close()
+        if self not in _open_watches:
+            return
+        _open_watches.remove(self)
+        if sys.excepthook is self._hook:  # otherwise, a hook that was set later may call this one
+            sys.excepthook = self._previous_hook
+        self._detector.close()
 
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
@@ -93,14 +96,14 @@ class LoopWatch:
             kind = type(cause)
             error = cause
             trace = cause.__traceback__
-        self._hook_before(kind, error, trace)
+        self._previous_hook(kind, error, trace)
 
     def _end_with_process(self) -> None:
         atexit.unregister(self._end_with_process)
         self._finalizer.cancel()
         if os.getpid() != self._pid:
             return
-        error = sys.exc_info()[1]  # that of a process of multiprocessing, which calls no excepthook
+        error = sys.exc_info()[1]  # set in a failed process of multiprocessing, which calls no excepthook
         if error is not None:
             with contextlib.suppress(WorkerError):
                 self.report(error)
@@ -112,7 +115,7 @@ class LoopWatch:
 
 def report_error(error: BaseException) -> None:
     """Report the error that ends this process, if a user-written loop is monitored in it."""
-    for watch in list(_watches):
+    for watch in list(_open_watches):
         with contextlib.suppress(WorkerError):
             watch.report(error)
         watch.close()

@@ -29,9 +29,9 @@ from trainwright.processes.rank_position import user_line
 
 _JOINED = "torch.distributed's process group, which the script had created"
 _OPTIONS = ("backend", "timeout", "init_method")
-_LONGEST_LOOK_S = 0.1
-_turns = itertools.count()  # of going first; never reset, because a user's store outlives a state
-_open_blocks: list[str] = []  # the turns that have begun in this process and not ended, the outermost one first
+_LONGEST_POLL_S = 0.1
+_turns = itertools.count()  # numbers of blocks that one process runs first; a user's store outlives a state
+_open_blocks: list[str] = []  # the store's keys of such blocks that this process is in, the outermost one first
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class PartialState:
     _options: _GroupOptions
     _world: Any  # torch's default group when this state was created; None without one
     _joined: bool
-    _first_store: Any
-    _created: str  # the line of the user's code that did
+    _first_store: Any  # for `_first_process_first`; None before its first use
+    _created: str  # the line of the user's code that created the state
 
     def __init__(self, cpu: bool = False, **kwargs: object) -> None:
         self.__dict__ = self._shared_state
@@ -100,13 +100,16 @@ class PartialState:
             self._compare(cpu, options)
             self._refresh()
             return
-        placed = _place(cpu, options)
-        placed["processes"].open(placed["device"])
-        placed.update(_world=_default_group(), _joined=True, _created=user_line())
-        if placed["num_processes"] > 1:
-            placed["backend"] = dist.get_backend()
+        # The shared state is set only after the processes have connected, so that a failure leaves no state.
+        fields = _initial_fields(cpu, options)
+        fields["processes"].open(fields["device"])
+        fields["_world"] = _default_group()
+        fields["_joined"] = True
+        fields["_created"] = user_line()
+        if fields["num_processes"] > 1:
+            fields["backend"] = dist.get_backend()
             atexit.register(_leave)
-        self.__dict__.update(placed)
+        self.__dict__.update(fields)
         self.set_device()
         if _flag("ACCELERATE_CPU_AFFINITY"):
             set_numa_affinity(self.local_process_index)
@@ -120,13 +123,16 @@ class PartialState:
         return self._cpu, self._options
 
     def __setstate__(self, state: tuple[bool, _GroupOptions]) -> None:
-        """Take the state of the process that unpickles. It connects to other processes when needed."""
+        """Use the state of the process that unpickles. A new state connects to other processes when needed."""
         self.__dict__ = self._shared_state
         if not self.initialized:
-            self.__dict__.update(_place(*state))
+            cpu, options = state
+            self.__dict__.update(_initial_fields(cpu, options))
 
     def __repr__(self) -> str:
-        kind = f"{self.distributed_type}" + (f"  Backend: {self.backend}" if self.backend else "")
+        kind = str(self.distributed_type)
+        if self.backend:
+            kind += f"  Backend: {self.backend}"
         return (
             f"Distributed environment: {kind}\nNum processes: {self.num_processes}\n"
             f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
@@ -207,13 +213,13 @@ class PartialState:
         Raises:
             TimeoutError: the main process took longer than the group's `timeout`.
         """
-        with self._goes_first(self.is_main_process, "main"):
+        with self._first_process_first(self.is_main_process, "main"):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Run the body on each node's first process, then on the node's others. Errors: see `main_process_first`."""
-        with self._goes_first(self.is_local_main_process, f"node {self.topology.node_rank}"):
+        with self._first_process_first(self.is_local_main_process, f"node {self.topology.node_rank}"):
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -257,7 +263,7 @@ class PartialState:
             ConfigurationError: the index is missing.
         """
         index = local_process_idx if local_process_index is None else local_process_index
-        _check_index("local_process_index", index, None)
+        _check_index("local_process_index", index, None)  # nodes may have different numbers of processes
         return self._only(function, lambda: not self.use_distributed or self.local_process_index == index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -272,7 +278,7 @@ class PartialState:
             group: the group. Default: None, which closes all groups. Later collective operations open a new default
                 group. No effect for a single process.
         """
-        if self.fork_launched and group is None:
+        if self.fork_launched and group is None:  # as in Accelerate
             return
         if group is None:
             self.processes.end_watch()
@@ -297,21 +303,22 @@ class PartialState:
             self._joined = True
         return self.processes
 
-    def _only(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Callable[..., Any]:
-        if function is None:
-            return functools.partial(self._only, here=here)
+    def _only(self, function: Callable[..., Any] | None, is_here: Callable[[], bool]) -> Callable[..., Any]:
+        """Decorate a function so that it runs where `is_here()` is True at the time of the call."""
+        if function is None:  # used as @on_process(process_index=1)
+            return functools.partial(self._only, is_here=is_here)
 
         @functools.wraps(function)
         def only_here(*args: object, **kwargs: object) -> Any:
-            return function(*args, **kwargs) if here() else None
+            return function(*args, **kwargs) if is_here() else None
 
         return only_here
 
     @contextlib.contextmanager
-    def _goes_first(self, is_first: bool, corner: str) -> Iterator[None]:
-        """Run the body on the process with `is_first`, which then reports success or failure through the store. As in
-        Accelerate, a barrier follows, and then the other processes run the body. A nested block has no barrier, because
-        the other processes still wait for the outer block. `corner` is a prefix of the store's keys.
+    def _first_process_first(self, is_first: bool, prefix: str) -> Iterator[None]:
+        """Run the body on the process with `is_first`, and then on the others. `prefix` begins the store's key.
+
+        The first process reports success or failure through the store.
         """
         processes = self.joined()
         if processes.world_size == 1:
@@ -320,21 +327,25 @@ class PartialState:
         if self._first_store is None:
             self._first_store = processes.own_store("trainwright/first")
         store = self._first_store
-        turn = f"{corner}/{next(_turns)}"
-        barrier = processes.barrier if not _open_blocks else lambda: None
-        _open_blocks.append(turn)
+        key = f"{prefix}/{next(_turns)}"
+        # As in Accelerate, all processes meet between the first body and the others. In a nested block, that would wait
+        # forever, because the other processes still wait for the outer block.
+        has_barrier = not _open_blocks
+        _open_blocks.append(key)
         try:
             if is_first:
                 try:
                     yield
                 except BaseException:
-                    store.set(turn, f"process {self.process_index} failed:\n{traceback.format_exc()}")
+                    store.set(key, f"process {self.process_index} failed:\n{traceback.format_exc()}")
                     raise
-                store.set(turn, "")
-                barrier()
+                store.set(key, "")
+                if has_barrier:
+                    processes.barrier()
             else:
-                _wait_for(store, turn, processes.timeout)
-                barrier()
+                _wait_for(store, key, processes.timeout)
+                if has_barrier:
+                    processes.barrier()
                 yield
         finally:
             _open_blocks.pop()
@@ -344,12 +355,15 @@ class PartialState:
         world = _default_group()
         if world is self._world:
             return
-        if world is None and _JOINED in self.topology.evidence:  # nothing else has information about the others
+        # The ranks of the script's own group are not in the launcher's variables. Keep them after the group's end.
+        if world is None and _JOINED in self.topology.evidence:
             self._world = None
             self._joined = False
             return
-        placed = _place(self._cpu, self._options)
-        self.__dict__.update(placed, _world=world, debug=self.debug)
+        debug = self.debug  # may have been set after the creation
+        self.__dict__.update(_initial_fields(self._cpu, self._options))
+        self._world = world
+        self.debug = debug
         if world is not None and self.num_processes > 1:
             self.backend = dist.get_backend()
 
@@ -387,26 +401,29 @@ def _group_options(kwargs: dict[str, Any]) -> _GroupOptions:
             "method call torch.distributed.init_process_group first: PartialState uses that group."
         )
     timeout = kwargs.get("timeout")
-    return _GroupOptions(kwargs.get("backend"), None if timeout is None else length_of_time("timeout", timeout))
+    if timeout is not None:
+        timeout = length_of_time("timeout", timeout)
+    return _GroupOptions(kwargs.get("backend"), timeout)
 
 
-def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
+def _initial_fields(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
     """Return the fields of a state, without communication. The processes are not connected yet."""
     topology = _topology()
-    alone = topology.world_size == 1
+    is_single = topology.world_size == 1
     device = _device(topology, "cpu" if cpu else device_type("auto"), options.backend)
     processes = Processes(topology)
-    if not alone:
+    if not is_single:
         check_backend(options.backend, device.type, "backend")
         processes = ProcessGroup(topology, timeout=options.timeout, backend=options.backend, hang_timeout=None)
+    distributed_type = properties(device.type).distributed_type
+    if is_single and device.type != "xla":  # as in Accelerate, XLA counts as distributed with one process, too
+        distributed_type = "NO"
     return {
         "topology": topology,
         "processes": processes,
         "device": device,
         "backend": None,
-        "distributed_type": DistributedType(
-            "NO" if alone and device.type != "xla" else properties(device.type).distributed_type
-        ),
+        "distributed_type": DistributedType(distributed_type),
         "num_processes": topology.world_size,
         "process_index": topology.rank,
         "local_process_index": topology.local_rank,
@@ -415,20 +432,21 @@ def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
         "_cpu": cpu,
         "_options": options,
         "_world": None,
-        "_joined": alone,
+        "_joined": is_single,
         "_first_store": None,
     }
 
 
 def _topology() -> Topology:
     """Return this process's topology from the launcher, or from the process group if the two differ."""
-    found = detect()
+    topology = detect()
     if not dist.is_initialized():
-        return found
+        return topology
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    if (rank, world_size) == (found.rank, found.world_size):
-        return found
+    if (rank, world_size) == (topology.rank, topology.world_size):
+        return topology
+    # torch's group says nothing about nodes, so all processes count as processes of one node.
     return Topology(
         "none", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, evidence=(_JOINED,)
     )
@@ -439,15 +457,16 @@ def _device(topology: Topology, kind: str, backend: str | None) -> torch.device:
         return torch.device("xla", 0)
     if properties(kind).is_unified:
         return torch.device("cpu" if topology.world_size > 1 else kind)
-    available = torch.accelerator.device_count()
+    num_devices = torch.accelerator.device_count()
     index = topology.local_rank
-    # A launcher may show each process only its own device; only with gloo can processes share a device.
-    if index >= available > 1 and backend != "gloo":
+    # With one visible device, the launcher may have hidden the others from this process. Only with gloo can processes
+    # share a device.
+    if index >= num_devices > 1 and backend != "gloo":
         raise ConfigurationError(
-            f"{topology.local_world_size} processes on this node, but {available} {kind} devices. Start at most "
-            f"{available} processes here, or pass cpu=True."
+            f"{topology.local_world_size} processes on this node, but {num_devices} {kind} devices. Start at most "
+            f"{num_devices} processes here, or pass cpu=True."
         )
-    return torch.device(kind, index % available)
+    return torch.device(kind, index % num_devices)
 
 
 def _default_group() -> Any:
@@ -467,7 +486,8 @@ def _leave() -> None:
     """
     state = PartialState._shared_state
     processes = state.get("processes")
-    state.update(_world=None, _first_store=None)
+    state["_world"] = None
+    state["_first_store"] = None
     if isinstance(processes, ProcessGroup):
         if getattr(sys, "last_value", None) is None:
             processes.close()
@@ -475,19 +495,19 @@ def _leave() -> None:
             processes.abandon()
 
 
-def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
+def _wait_for(store: Any, key: str, timeout: timedelta) -> None:
     """Wait until the first process has reported its result. Polls the store, so that Ctrl-C can end the wait."""
     start_s = time.monotonic()
-    look_s = 0.001
-    while not store.check([turn]):
+    poll_s = 0.001
+    while not store.check([key]):
         if time.monotonic() - start_s > timeout.total_seconds():
             raise TimeoutError(
                 f"the process that goes first has not ended its block within {timeout}. If the block needs longer, "
                 "increase PartialState(timeout=...)."
             )
-        time.sleep(look_s)
-        look_s = min(2 * look_s, _LONGEST_LOOK_S)
-    failure = store.get(turn).decode()
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+    failure = store.get(key).decode()
     if failure:
         raise WorkerError(f"the process that went first has failed. {failure}")
 
@@ -495,6 +515,8 @@ def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
 def _check_index(name: str, index: int | None, num_processes: int | None) -> None:
     if index is None:
         raise ConfigurationError(f"{name} is missing. Write, for example, {name}=0.")
-    if index < 0 or (num_processes is not None and num_processes > 1 and index >= num_processes):
-        known = "0 and up" if num_processes is None else f"0 to {num_processes - 1}"
-        raise ConfigurationError(f"{name}={index}, but no process has this index. Valid indices are {known}.")
+    # A single process accepts each index, so that a script for several processes also runs alone.
+    is_too_large = num_processes is not None and num_processes > 1 and index >= num_processes
+    if index < 0 or is_too_large:
+        valid = "0 and up" if num_processes is None else f"0 to {num_processes - 1}"
+        raise ConfigurationError(f"{name}={index}, but no process has this index. Valid indices are {valid}.")

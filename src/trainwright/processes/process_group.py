@@ -30,18 +30,20 @@ if TYPE_CHECKING:
     from trainwright.processes.hang_detector import HangDetector
     from trainwright.processes.loop_watch import LoopWatch
 
-DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's default for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
-_LONGEST_LOOK_S = 0.25
-_SLOW_START_S = 60.0
+_LONGEST_POLL_S = 0.25
+_SLOW_START_S = 60.0  # after which rank 0 prints the ranks that have not started
 _LATE_S = 10.0  # after which a rank that waits for others in a call names them
 _TOO_LATE_S = 60.0  # after which a main rank makes a call alone
-_ENDED_S = 1.0  # after which a rank that waits in a call looks for ranks that have ended
-_LATE_AGAIN_S = 1.0  # after which a main rank that has made a call alone asks whether the others wait for it
+_ENDED_S = 1.0  # after which a rank that waits in a call checks for ranks that have ended
+_LATE_AGAIN_S = 1.0  # the same as _LATE_S for a main rank that has made a call alone before
 
-_groups_made = 0
-_excepthook = _torch_excepthook = sys.excepthook
-_stores: dict[tuple[str, int, int], TCPStore] = {}
+_num_groups_created = 0
+# The hook before and after torch changed it; see `ProcessGroup._create_group`.
+_excepthook = sys.excepthook
+_torch_excepthook = sys.excepthook
+_stores: dict[tuple[str, int, int], TCPStore] = {}  # by host, port and rank; see `_open_store`
 
 
 T = TypeVar("T")
@@ -94,19 +96,24 @@ class Processes:
         if topology.launcher != "torchrun" or not _agent_serves() or topology.master_addr is None:
             return None
         store = PrefixStore("trainwright/job", _open_store(topology, datetime.timedelta(minutes=5)))
-        kept: bytes = store.compare_set(key, "", value)
-        return kept.decode()
+        stored: bytes = store.compare_set(key, "", value)  # writes only if there is no value
+        return stored.decode()
 
-    def own_store(self, corner: str) -> Any:
-        """Return a new connection to the run's key-value store, for use in one thread. Keys get the prefix `corner`.
-        None for a single process. Not collective.
+    def own_store(self, prefix: str) -> Any:
+        """Return a new connection to the run's key-value store, for use in one thread. All keys get the prefix.
+
+        Return None for a single process. Not collective.
         """
         return None
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
-        """Context manager that exchanges failures of its body between ranks, and reports all ranks' positions if a rank
-        hangs. `position` returns this rank's progress. Not collective: does not wait for other ranks.
+        """Context manager that exchanges failures of its body between ranks, and reports positions if a rank hangs.
+
+        Not collective: does not wait for other ranks.
+
+        Args:
+            position: function that returns this rank's progress.
         """
         yield
 
@@ -151,12 +158,12 @@ class Processes:
 
         Args:
             call: the name of the call, for messages.
-            position: the position in the program, which is equal on all ranks that make the same call. A rank whose
-                call the main rank has already made alone thus recognizes it.
+            position: the position in the program, which is equal on all ranks that make the same call. From it, a late
+                rank detects that the main rank has already made the same call alone.
 
         Returns:
-            `"together"` if all ranks have come, `"alone"` on a main rank that makes the call alone, `"done"` on a late
-            rank whose call the main rank has made.
+            `"together"` if all ranks have arrived, `"alone"` on a main rank that makes the call alone, `"done"` on a
+            late rank whose call the main rank has made.
 
         Raises:
             TimeoutError: the main rank did not make the call within `timeout`.
@@ -196,12 +203,13 @@ class Processes:
                 helpers.dismiss()
         elif helpers is not None:
             helpers.serve()
-        mine = None if problem is None else f"{type(problem).__name__}: {problem}"
-        told, result = self.broadcast_object((mine, result))
+        # The text and not the error, which may not be picklable. The values of other ranks are not sent.
+        problem_text = None if problem is None else f"{type(problem).__name__}: {problem}"
+        problem_text, result = self.broadcast_object((problem_text, result))
         if problem is not None:
             raise problem
-        if told is not None:
-            raise CheckpointError(f"rank 0 could not {what}: {told}")
+        if problem_text is not None:
+            raise CheckpointError(f"rank 0 could not {what}: {problem_text}")
         return cast(T, result)
 
 
@@ -247,51 +255,59 @@ class ProcessGroup(Processes):
         super().__init__(topology)
         self.timeout = timeout or DEFAULT_TIMEOUT
         self.backend = backend
-        self.hang_timeout = min(self.timeout / 2, _LONGEST_HANG_TIMEOUT) if hang_timeout == "auto" else hang_timeout
-        self._made_here = False
+        if hang_timeout == "auto":
+            hang_timeout = min(self.timeout / 2, _LONGEST_HANG_TIMEOUT)
+        self.hang_timeout = hang_timeout
+        self._created_here = False  # False for a group of the user's script
         self._host_group: Any = None
         self._store: Any = None
         self._detector: HangDetector | None = None
         self._failed = False
         self._is_open = False
-        self._others_end = False
+        self._others_end = False  # the other processes end with the stage
         self._num_meetings = 0
-        self._meeting: Any = None
+        self._last_meeting: Any = None
         self._num_joint_calls = 0
         self._has_led = False  # a call of `meet_or_lead` was made alone
         self._loop_watch: LoopWatch | None = None
 
     def open(self, device: torch.device) -> None:
-        global _groups_made, _excepthook, _torch_excepthook
         if not dist.is_initialized():
-            check_address(self.topology)
-            backend = self.backend or default_backend(device)
-            if backend == "ccl":
-                importlib.import_module(ONECCL)
-            if device.type == "xla":
-                backend = join_devices(self.topology.local_rank, self.topology.local_world_size)
-            # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
-            # otherwise a new attempt reads the addresses that the old one left there. A store of rank 0 itself is new
-            # in each attempt, and machines that have joined later count fewer attempts.
-            agent_store = variable("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-            attempt = variable("TORCHELASTIC_RESTART_COUNT", "0") if agent_store else "0"
-            store = _open_store(self.topology, self.timeout)
-            run = variable(STARTED_BY_TRAINER) or str(_groups_made)
-            prefix: Any = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
-            prefix.append("watch/hosts", f"{self.rank} {ProcessMark.mine().node}\n")  # for `LoopDetector`
-            self._meet(prefix)
-            self._store = prefix
-            if sys.excepthook is _torch_excepthook:  # torch adds a prefix with the rank in each group
-                sys.excepthook = _excepthook
-            _excepthook = sys.excepthook
-            dist.init_process_group(
-                backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
-            )
-            self._made_here = True
-            _torch_excepthook = sys.excepthook
-            _groups_made += 1
-        self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
-        self._is_open, self._others_end = True, variable(STARTED_BY_TRAINER) is not None
+            self._create_group(device)
+        # The default group of a CPU run communicates on the host already.
+        self._host_group = None
+        if device.type != "cpu":
+            self._host_group = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._is_open = True
+        self._others_end = variable(STARTED_BY_TRAINER) is not None
+
+    def _create_group(self, device: torch.device) -> None:
+        """Create torch's default group. Collective."""
+        global _num_groups_created, _excepthook, _torch_excepthook
+        check_address(self.topology)
+        backend = self.backend or default_backend(device)
+        if backend == "ccl":
+            importlib.import_module(ONECCL)
+        if device.type == "xla":
+            backend = join_devices(self.topology.local_rank, self.topology.local_world_size)
+        # Each attempt of an elastic launcher, and each run of this process, uses a separate prefix of the store:
+        # otherwise a new attempt reads the addresses that the old one left there. A store of rank 0 itself is new in
+        # each attempt, and machines that have joined later count fewer attempts.
+        attempt = variable("TORCHELASTIC_RESTART_COUNT", "0") if _agent_serves() else "0"
+        run = variable(STARTED_BY_TRAINER) or str(_num_groups_created)
+        store: Any = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", _open_store(self.topology, self.timeout))
+        store.append("watch/hosts", f"{self.rank} {ProcessMark.mine().node}\n")  # for `LoopDetector`
+        self._wait_for_all_ranks(store)
+        self._store = store
+        # torch replaces the hook for each group, by one that prints the rank before the lines of the previous hook.
+        # Restore the hook from before the last group, so that a second group does not print the rank twice.
+        if sys.excepthook is _torch_excepthook:
+            sys.excepthook = _excepthook
+        _excepthook = sys.excepthook
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
+        _torch_excepthook = sys.excepthook
+        self._created_here = True
+        _num_groups_created += 1
 
     @contextlib.contextmanager
     def reunited(self, device: torch.device) -> Iterator[Processes]:
@@ -307,12 +323,12 @@ class ProcessGroup(Processes):
             finally:
                 self.close()
 
-    def _meet(self, store: Any) -> None:
+    def _wait_for_all_ranks(self, store: Any) -> None:
         """Wait for all ranks, such that Ctrl-C works and missing ranks can be reported."""
         store.append("arrived", f"{self.rank} ")
         start_s = time.monotonic()
-        look_s = 0.005
-        told = False
+        poll_s = 0.005
+        was_reported = False
         while not store.check(["everyone"]):
             waited_s = time.monotonic() - start_s
             arrived = {int(rank) for rank in store.get("arrived").split()}
@@ -328,25 +344,27 @@ class ProcessGroup(Processes):
                     f"{missing} of {self.world_size} did not arrive within {self.timeout}. Check that every process "
                     "starts and makes the same call, or increase the timeout."
                 )
-            if self.rank == 0 and waited_s > _SLOW_START_S and not told:
-                told = True
+            is_report_due = waited_s > _SLOW_START_S and not was_reported
+            if self.rank == 0 and is_report_due:
+                was_reported = True
                 sys.stderr.write(f"trainwright: still waiting for {missing} of {self.world_size}\n")
-            time.sleep(look_s)
-            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
-        if not self._made_here:  # the user's own group: its store may be of any kind, and the user closes it
+        if not self._created_here:  # the store of the user's group may be of any kind, and the user closes it
             yield
             return
-        from trainwright.processes.hang_detector import HangDetector  # one process has none
+        from trainwright.processes.hang_detector import HangDetector  # a single process does not need it
 
+        hang_timeout_s = None if self.hang_timeout is None else self.hang_timeout.total_seconds()
         self._detector = HangDetector(
             PrefixStore("watch", self._store.clone()),
             rank=self.rank,
             world_size=self.world_size,
             position=position,
-            hang_timeout_s=None if self.hang_timeout is None else self.hang_timeout.total_seconds(),
+            hang_timeout_s=hang_timeout_s,
             timeout_s=self.timeout.total_seconds(),
             store_dies_with_rank_0=not _agent_serves(),
             interrupt_only=self.rank == 0 and variable(STARTED_BY_TRAINER) is not None,
@@ -362,14 +380,17 @@ class ProcessGroup(Processes):
 
     def close(self) -> None:
         self.end_watch()
-        if self._made_here and dist.is_initialized():
+        if self._created_here and dist.is_initialized():
             if self._failed:
                 _abandon_groups()
             else:
                 dist.destroy_process_group()
         _wait_for_gloo_threads()
-        self._made_here = self._is_open = False
-        self._host_group = self._store = self._meeting = None
+        self._created_here = False
+        self._is_open = False
+        self._host_group = None
+        self._store = None
+        self._last_meeting = None
         if self._detector is not None:
             self._detector.close()
             self._detector = None
@@ -380,28 +401,32 @@ class ProcessGroup(Processes):
         self.close()
 
     def meet(self, call: str) -> None:
-        if not self._made_here:
+        if not self._created_here:
             return
         self._num_meetings += 1
         store = PrefixStore(f"meet/{self._num_meetings}/{call}", self._store)
-        earlier = self._meeting
-        self._meeting = store
+        last_meeting = self._last_meeting
+        self._last_meeting = store
         store.set(str(self.rank), "")
         if store.add("arrived", 1) == self.world_size:
-            for key in ("arrived", "everyone", *map(str, range(self.world_size))) if earlier is not None else ():
-                earlier.delete_key(key)  # all have left the meeting before this one
+            if last_meeting is not None:  # all ranks are in this meeting, so none reads the keys of the last one
+                last_meeting.delete_key("arrived")
+                last_meeting.delete_key("everyone")
+                for rank in range(self.world_size):
+                    last_meeting.delete_key(str(rank))
             store.set("everyone", "")
         self._wait_for("everyone", store, call)
 
     def meet_or_lead(self, call: str, position: str) -> Turn:
-        if not self._made_here:
+        if not self._created_here:
             return "together"
         while True:
             self._num_joint_calls += 1
             store = PrefixStore(f"joint/{self._num_joint_calls}/{call}", self._store)
             store.set(str(self.rank), "")
+            # `compare_set` keeps an existing outcome: the last rank may arrive while the main rank decides to make the
+            # call alone.
             if store.add("arrived", 1) == self.world_size:
-                # The first outcome is final: the main rank may be about to go alone.
                 store.compare_set("outcome", "", "together")
             if not self._wait_for("outcome", store, call, leads=self.rank == 0):
                 store.compare_set("outcome", "", f"alone at {position}")
@@ -422,18 +447,18 @@ class ProcessGroup(Processes):
         rank, or are too late: on an accelerator, a rank that waits for this one may be in any call.
 
         Args:
-            key: a key of `store`. The other keys are the ranks that have arrived.
+            key: the key of `store` that ends the wait. A rank that has arrived has written the key of its number.
             store: the store of this call.
             call: the name of the call, for messages.
             leads: this rank may make the call alone. Default: False.
         """
         start_s = time.monotonic()
-        look_s = 0.0005
+        poll_s = 0.0005
         next_report_s = _LATE_AGAIN_S if leads and self._has_led else _LATE_S
         blocked_before: list[str] | None = None
         while not store.check([key]):  # store.wait() would log two warnings of torch for each second
-            time.sleep(look_s)  # Ctrl-C works here
-            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+            time.sleep(poll_s)  # Ctrl-C works here
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
             waited_s = time.monotonic() - start_s
             is_over = waited_s >= self.timeout.total_seconds()
             if waited_s >= _ENDED_S and self._cannot_complete(store, call, key, leads=leads):
@@ -449,18 +474,20 @@ class ProcessGroup(Processes):
                 raise TimeoutError(f"{text} Waited for {self.timeout}.")
             places = []
             if self._loop_watch is not None:
-                places = self._loop_watch.late_calls.ask(PrefixStore("late", self._store))
+                places = self._loop_watch.late_calls.request_places(PrefixStore("late", self._store))
+            # Ranks that have arrived wait for the store, not in a collective.
             blocked = [place for place in places if is_in_collective(place)]
+            all_late_are_blocked = late != [] and len(blocked) == len(late)
             if leads:
-                if (late and len(blocked) == len(late)) or waited_s >= _TOO_LATE_S:
+                if all_late_are_blocked or waited_s >= _TOO_LATE_S:
                     return False
                 next_report_s = min(next_report_s + _LATE_S, _TOO_LATE_S)
                 continue
             if blocked_before is None:
                 sys.stderr.write("\n  ".join([f"trainwright: {text}", *places]) + "\n")
             # No rank computes: those that have arrived wait here, and the late ones have waited in the same collectives
-            # since the last look. A collective needs all ranks, so that the program would wait for ever.
-            elif late and blocked == blocked_before and len(blocked) == len(late):
+            # since the last report. A collective needs all ranks, so the program would wait forever.
+            elif all_late_are_blocked and blocked == blocked_before:
                 raise ConfigurationError("\n  ".join([text, *places]))
             blocked_before = blocked
             next_report_s += _LATE_S
@@ -474,23 +501,24 @@ class ProcessGroup(Processes):
         """
         if self._loop_watch is None:
             return False
-        awaited = [rank for rank in self._loop_watch.departed_ranks() if not store.check([str(rank)])]
-        if not awaited:
+        # A rank may have made this call and then have left.
+        departed = [rank for rank in self._loop_watch.departed_ranks() if not store.check([str(rank)])]
+        if not departed:
             return False
         if leads:
-            num_arrived = int(store.add("arrived", 0))
-            return num_arrived + len(awaited) == self.world_size
-        if key == "outcome" and 0 not in awaited:  # rank 0 can make the call alone
+            num_arrived = int(store.add("arrived", 0))  # adding 0 reads a counter
+            return num_arrived + len(departed) == self.world_size
+        if key == "outcome" and 0 not in departed:  # rank 0 can make the call alone
             return False
-        names = ranks_text(awaited)
-        verb = "has" if len(awaited) == 1 else "have"
+        names = ranks_text(departed)
+        verb = "has" if len(departed) == 1 else "have"
         raise WorkerError(
             f"rank {self.rank} waits in {call} for {names}, but {names} {verb} left the run. Call it on every rank."
         )
 
     def watch_loop(self) -> None:
-        if self._made_here and self._loop_watch is None:
-            from trainwright.processes.loop_watch import LoopWatch  # one process has none
+        if self._created_here and self._loop_watch is None:
+            from trainwright.processes.loop_watch import LoopWatch  # a single process does not need it
 
             self._loop_watch = LoopWatch(
                 self._store,
@@ -506,24 +534,24 @@ class ProcessGroup(Processes):
             self._loop_watch.close()
             self._loop_watch = None
 
-    def own_store(self, corner: str) -> Any:
+    def own_store(self, prefix: str) -> Any:
         # Torch has no public name for the store of a group that the user has created.
-        store: Any = self._store if self._made_here else dist.distributed_c10d._get_default_store()
-        return PrefixStore(corner, store.clone())
+        store: Any = self._store if self._created_here else dist.distributed_c10d._get_default_store()
+        return PrefixStore(prefix, store.clone())
 
     def group_for(self, device: torch.device) -> Any:
         return self._host_group if device.type == "cpu" else None
 
     def gather_object(self, value: object) -> list[Any]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._host_group)
-        return found
+        by_rank: list[Any] = [None] * self.world_size
+        dist.all_gather_object(by_rank, value, group=self._host_group)
+        return by_rank
 
     def gather_integers(self, values: list[int]) -> list[list[int]]:
-        mine = torch.tensor(values, dtype=torch.int64)
-        found = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(found, mine, group=self._host_group)
-        return [tensor.tolist() for tensor in found]
+        tensor = torch.tensor(values, dtype=torch.int64)
+        by_rank = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(by_rank, tensor, group=self._host_group)
+        return [of_rank.tolist() for of_rank in by_rank]
 
     def broadcast_object(self, value: object, src: int = 0) -> Any:
         box = [value]
@@ -559,8 +587,8 @@ def _abandon_groups() -> None:
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
         backends = {group._get_backend(device) for device in group._device_types}
-        for kept in (group, *backends):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        for owner in (group, *backends):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
     dist.distributed_c10d._abort_process_group()
 
 
@@ -582,8 +610,9 @@ def _wait_for_gloo_threads() -> None:
 def _gloo_runs() -> bool:
     for file in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # a thread that has ended
-            name, _, state = file.read_text().partition("(")[2].rpartition(")")
-            if name == "pt_gloo_runloop" and state.split()[0] == "R":
+            # For example "1234 (pt_gloo_runloop) R 1 …". The name may contain spaces and parentheses.
+            name, _, fields = file.read_text().partition("(")[2].rpartition(")")
+            if name == "pt_gloo_runloop" and fields.split()[0] == "R":
                 return True
     return False
 
@@ -597,19 +626,18 @@ def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
     ports, and their processes end before the next stage. A single process uses its own port, so that several can run on
     a machine.
     """
-    port_unless_told = 29500 if topology.world_size > 1 else 0
+    default_port = 29500 if topology.world_size > 1 else 0  # torchrun's; 0 is any free port
     host = topology.master_addr or "127.0.0.1"
-    port = topology.master_port or port_unless_told
+    port = topology.master_port or default_port
     key = (host, port, topology.rank)
     if variable(STARTED_BY_TRAINER) is not None:
         _stores.clear()
     if key not in _stores:
-        serves = topology.rank == 0 and not _agent_serves()
         _stores[key] = TCPStore(
             host,
             port,
             topology.world_size,
-            is_master=serves,
+            is_master=topology.rank == 0 and not _agent_serves(),
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,

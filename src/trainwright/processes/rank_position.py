@@ -1,8 +1,8 @@
 """Position of a rank: the Trainer's counters and the activity of the main thread, read by another thread."""
 
-# The stack of the main thread comes from Python, not from torch's flight recorder (2.13), which names no line of the
-# user's code and says nothing about a rank that is in no collective, the one to look for. Nor does it come from
-# faulthandler, which writes to a file descriptor of its own process, where no other rank can read it.
+# The stack of the main thread comes from Python. torch's flight recorder (2.13) names no line of the user's code, and
+# says nothing about the rank that is in no collective, which is the cause of a hang. faulthandler writes to a file
+# descriptor of its own process, where no other rank can read it.
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class RankPosition:
 
     rank: int
     position: str  # `str` of its Position
-    still_s: float  # seconds since it last moved
-    waits_in: str  # the collective that its main thread is in; empty when it is in none
+    still_s: float  # seconds since its last progress
+    waits_in: str  # the collective that its main thread is in; empty outside of collectives
     doing: str  # "saving", "fetching data", "setting up" or empty
     place: str  # innermost line of its main thread
-    process: str  # host and process id
+    process: str  # host and process ID
     stacks: str  # the Python stacks of all its threads, the main one first
     last_collective: str = ""  # of torch's flight recorder; empty if torch has recorded none
 
@@ -78,10 +78,9 @@ def last_recorded_collective() -> str:
     if not entries:
         return ""
     last = entries[-1]
-    shapes = ", ".join(str(shape) for shape in last["input_sizes"])
-    return (
-        f"{last['profiling_name']} of {shapes}, number {last['collective_seq_id']} of group {last['process_group'][1]}"
-    )
+    shapes = ", ".join(map(str, last["input_sizes"]))
+    group = last["process_group"][1]  # a pair of the group's name and its description
+    return f"{last['profiling_name']} of {shapes}, number {last['collective_seq_id']} of group {group}"
 
 
 def frames_of(thread_id: int) -> list[FrameType]:
@@ -99,18 +98,24 @@ def collective_of(frames: list[FrameType]) -> str:
 
     A backward pass counts as a collective, because torch averages gradients over ranks in it.
     """
-    found = ""
+    if not frames:
+        return ""
+    # Of a call of torch's, the innermost frames are helpers. The outermost of its frames is the function that the user
+    # called, except that `dist.all_reduce`, for example, is itself called by a wrapper.
+    collective = ""
     for frame in frames:
         module = _module(frame)
         name = frame.f_code.co_name
+        is_wrapper = name in _WRAPPERS
         if module.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
-            found = found if found and name in _WRAPPERS else name
-        elif not (module.startswith("torch.utils._contextlib") or name in _WRAPPERS):
+            if not collective or not is_wrapper:
+                collective = name
+        elif not is_wrapper and not module.startswith("torch.utils._contextlib"):
             break
-    if found:
-        return found
-    backward = frames and (_module(frames[0]), frames[0].f_code.co_name)
-    return "backward" if backward == ("torch.autograd.graph", "_engine_run_backward") else ""
+    if collective:
+        return collective
+    innermost = (_module(frames[0]), frames[0].f_code.co_name)
+    return "backward" if innermost == ("torch.autograd.graph", "_engine_run_backward") else ""
 
 
 def activity_of(frames: list[FrameType]) -> str:
@@ -130,14 +135,15 @@ def stacks_of(thread_id: int) -> str:
     """Return the Python stacks of all threads except the calling thread. The stack of `thread_id` is the first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
-    others = sorted(ident for ident in frames if ident not in (thread_id, threading.get_ident()))
+    other_ids = sorted(frames.keys() - {thread_id, threading.get_ident()})
     parts = []
-    for ident in [thread_id, *others]:
-        if ident in frames:
-            title = "main thread" if ident == thread_id else f"thread {names.get(ident, ident)}"
-            lines = traceback.extract_stack(frames[ident])
-            shown = [line for line in lines if not line.filename.startswith("<frozen importlib")]
-            parts.append(f"{title}:\n{''.join(traceback.format_list(shown))}")
+    for ident in [thread_id, *other_ids]:
+        if ident not in frames:  # the thread has ended
+            continue
+        title = "main thread" if ident == thread_id else f"thread {names.get(ident, ident)}"
+        lines = traceback.extract_stack(frames[ident])
+        lines_to_print = [line for line in lines if not line.filename.startswith("<frozen importlib")]
+        parts.append(f"{title}:\n{''.join(traceback.format_list(lines_to_print))}")
     return "".join(parts)[:_MOST_STACK_CHARACTERS]
 
 
@@ -162,16 +168,21 @@ class ProcessMark:
     def mine(cls) -> ProcessMark:
         """Return this process's mark."""
         pid = os.getpid()
-        namespace = Path("/proc/self/ns/pid")
-        node = socket.gethostname() + (f" {os.readlink(namespace)}" if namespace.exists() else "")
+        node = socket.gethostname()
+        namespace = Path("/proc/self/ns/pid")  # a link such as "pid:[4026531836]"
+        if namespace.exists():
+            node += f" {os.readlink(namespace)}"
         status = _kernel_status(pid)
-        return cls(node, pid, status[1] if status is not None else "")
+        return cls(node, pid, "" if status is None else status[1])
 
     def is_gone(self) -> bool:
         """Return whether the process has ended, even if its parent has not reaped it. Call it on the process's node."""
         if self.started:
             status = _kernel_status(self.pid)
-            return status is None or status[0] in "ZX" or status[1] != self.started
+            if status is None:
+                return True
+            state, started = status
+            return state in "ZX" or started != self.started  # zombie, dead, or a later process with the same ID
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -187,14 +198,17 @@ def _kernel_status(pid: int) -> tuple[str, str] | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
+    # For example "1234 (python) S 1 …". The name may contain spaces and parentheses. Without the ID and the name, the
+    # state is field 0 and the start time is field 19 (proc_pid_stat(5) counts them from 1 as fields 3 and 22).
+    fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def user_line() -> str:
     """Return file, line and text of the innermost call that is not in torch or Trainwright."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "trainwright"):
+    while frame.f_back is not None and _module(frame).split(".")[0] in ("torch", "trainwright"):
         frame = frame.f_back
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" + (f" ({text})" if text else "")
+    return f"{place} ({text})" if text else place

@@ -2,7 +2,7 @@
 
 Each actor starts one program, with the variables that torchrun would set, on the machine where Ray has placed the
 actor. Ray sends the program's output to the driver. If a program or an actor fails, all others are ended. All are
-started again if restarts are left.
+started again while the number of restarts is below `max_restarts`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning, Work
 from trainwright.core.process import JOB, RESULT_FILE, environment, variable
 from trainwright.processes.launcher import free_port, import_path
 
-PARENT, WORK = "{parent}", "{work}"  # in a command: the actor's process, and the file with the work
+PARENT = "{parent}"  # in a command: the process ID of the actor
+WORK = "{work}"  # in a command: the file with the work
 _OPTIONS = ("max_restarts", "cpus")
 _READY_S = 120.0  # for the placement group, once the cluster is known to have the resources
 _CONNECT_S = 5.0
-_GRACE_S = 10.0
-_LOOK_S = 0.2
+_GRACE_S = 10.0  # for programs to end after SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +59,49 @@ class RayJob:
     work: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of an actor in the cluster."""
+
+    node: str  # Ray's ID of the machine
+    address: str  # of the machine
+    port: int  # free on the machine
+    gpus: list[str]  # IDs of the actor's GPUs
+
+
 class _RankActor:
     """Actor that runs the program of one rank."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def place(self, gpu_ids: Sequence[Any]) -> tuple[str, str, int, list[str]]:
-        """Return the name and address of this machine, a free port, and the IDs of this actor's GPUs."""
+    def place(self) -> _Place:
+        """Return the place of this actor."""
         ray = require_package("ray", purpose="this actor", install="ray")
-        ids = [*gpu_ids, *ray.get_gpu_ids()]
-        node = ray.get_runtime_context().get_node_id()
-        return node, ray.util.get_node_ip_address(), free_port(), [str(i) for i in ids]
+        return _Place(
+            node=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            port=free_port(),
+            gpus=[str(gpu) for gpu in ray.get_gpu_ids()],
+        )
 
     def run(
         self, command: Sequence[str], variables: Mapping[str, str], work: bytes | None
     ) -> tuple[int, str, bytes | None]:
         """Run the program until it ends. Return its exit code, its traceback (or `""`), and its result (or None)."""
         with tempfile.TemporaryDirectory(prefix="trainwright-ray-") as folder:
-            file = Path(folder, "work.pkl")
+            work_file = Path(folder, "work.pkl")
+            result_file = Path(folder, "work.result")
             if work is not None:
-                file.write_bytes(work)
-            words = [word.replace(PARENT, str(os.getpid())).replace(WORK, str(file)) for word in command]
-            files = {RESULT_FILE: str(file.with_suffix(".result"))}
-            self._process = subprocess.Popen(words, env={**environment(), **variables, **files})
+                work_file.write_bytes(work)
+            words = [word.replace(PARENT, str(os.getpid())).replace(WORK, str(work_file)) for word in command]
+            all_variables = {**environment(), **variables, RESULT_FILE: str(result_file)}
+            self._process = subprocess.Popen(words, env=all_variables)
             code = self._process.wait()
-            errors = [each.read_text() for each in Path(folder).glob("error-*.txt")]
-            result = file.with_suffix(".result")
-            return code, "\n".join(errors), result.read_bytes() if result.exists() else None
+            # `trainwright.processes.worker` writes tracebacks beside the work.
+            errors = [file.read_text() for file in Path(folder).glob("error-*.txt")]
+            result = result_file.read_bytes() if result_file.exists() else None
+            return code, "\n".join(errors), result
 
     def stop(self) -> None:
         """End the program by SIGTERM."""
@@ -105,17 +120,18 @@ def run_on_ray(job: RayJob) -> bytes | None:
     with _connected(ray, job), _placement(ray, job) as group:
         name = secrets.token_hex(8)
         for attempt in range(job.max_restarts + 1):
-            common = {
+            variables = {
                 JOB: name,
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
                 "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
             }
-            failure, result = _run_attempt(ray, job, group, common)
+            failure, result = _run_attempt(ray, job, group, variables)
             if failure is None:
                 return result
             if attempt < job.max_restarts:
-                again = f"Restart {attempt + 1} of {job.max_restarts}."
-                warnings.warn(f"{failure.strip().splitlines()[-1]} {again}", TrainwrightWarning, stacklevel=2)
+                headline = failure.strip().splitlines()[-1]  # the last line of a traceback names the error
+                text = f"{headline} Restart {attempt + 1} of {job.max_restarts}."
+                warnings.warn(text, TrainwrightWarning, stacklevel=2)
         raise WorkerError(failure or "")
 
 
@@ -132,6 +148,7 @@ def _connected(ray: Any, job: RayJob) -> Iterator[None]:
     except ConnectionError as error:
         if job.address is not None:
             raise ConfigurationError(f"the Ray cluster at {job.address} cannot be reached: {error}") from error
+        # No cluster runs here. A local one gets enough CPUs in Ray's count, even on a machine with fewer cores.
         cpus = max(os.cpu_count() or 1, job.num_processes * job.cpus)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
     try:
@@ -154,23 +171,32 @@ def _check_address(address: str) -> None:
 @contextlib.contextmanager
 def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
     """Context manager that reserves the resources of a job, and yields Ray's placement group."""
-    of_process = {"CPU": job.cpus, **({"GPU": job.gpus} if job.gpus else {})}
+    of_process = {"CPU": job.cpus}
+    if job.gpus:
+        of_process["GPU"] = job.gpus
     available = ray.cluster_resources()
     for resource, count in of_process.items():
-        if available.get(resource, 0) < count * job.num_processes:
+        num_needed = count * job.num_processes
+        num_available = available.get(resource, 0)
+        if num_available < num_needed:
             raise ConfigurationError(
-                f"{job.num_processes} processes of {count} {resource} need {count * job.num_processes}, and the Ray "
-                f"cluster has {available.get(resource, 0):g}. Start fewer processes, or add machines."
+                f"{job.num_processes} processes of {count} {resource} need {num_needed}, and the Ray "
+                f"cluster has {num_available:g}. Start fewer processes, or add machines."
             )
-    bundles = [of_process] * job.num_processes
-    strategy = "PACK"
-    if job.num_machines is not None:
-        local = job.num_processes // job.num_machines
-        bundles = [{name: count * local for name, count in of_process.items()}] * job.num_machines
+    if job.num_machines is None:
+        bundles = [of_process] * job.num_processes
+        strategy = "PACK"
+    else:
+        num_alive = sum(bool(node["Alive"]) for node in ray.nodes())
+        if num_alive < job.num_machines:
+            raise ConfigurationError(
+                f"num_machines={job.num_machines}, but the Ray cluster has {num_alive}. Use fewer."
+            )
+        # One bundle per machine, because Ray spreads bundles and not actors.
+        num_local = job.num_processes // job.num_machines
+        of_machine = {name: count * num_local for name, count in of_process.items()}
+        bundles = [of_machine] * job.num_machines
         strategy = "STRICT_SPREAD" if job.num_machines > 1 else "STRICT_PACK"
-        alive = sum(bool(node["Alive"]) for node in ray.nodes())
-        if alive < job.num_machines:
-            raise ConfigurationError(f"num_machines={job.num_machines}, but the Ray cluster has {alive}. Use fewer.")
     group = ray.util.placement_group(bundles, strategy=strategy)
     try:
         if not group.wait(_READY_S):
@@ -183,91 +209,98 @@ def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
         ray.util.remove_placement_group(group)
 
 
-def _run_attempt(ray: Any, job: RayJob, group: Any, common: Mapping[str, str]) -> tuple[str | None, bytes | None]:
+def _run_attempt(ray: Any, job: RayJob, group: Any, variables: Mapping[str, str]) -> tuple[str | None, bytes | None]:
     """Start all ranks and wait for them. Return the first failure, if any, and the result of rank 0."""
-    path = {"env_vars": {"PYTHONPATH": import_path()}}
-    scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    per_bundle = job.num_processes // len(group.bundle_specs)
-    actors = [
-        ray.remote(_RankActor)
-        .options(
-            num_cpus=job.cpus,
-            num_gpus=job.gpus,
-            max_concurrency=2,  # `stop` runs beside `run`
-            runtime_env=path,
-            scheduling_strategy=scheduling(group, placement_group_bundle_index=i // per_bundle),
-        )
-        .remote()
-        for i in range(job.num_processes)
-    ]
+    actors = _start_actors(ray, job, group)
     try:
         try:
-            places = ray.get([actor.place.remote([]) for actor in actors])
+            places = ray.get([actor.place.remote() for actor in actors])
         except ray.exceptions.RayActorError as error:
             return f"an actor did not start: {error}", None
-        ranked = _ranked(actors, places)
-        waiting = {}
-        for rank, (actor, variables) in enumerate(ranked):
-            given = {**common, **job.variables, **variables, "PYTHONPATH": import_path()}
-            waiting[actor.run.remote(list(job.command), given, job.work)] = rank
-        return _wait(ray, waiting, [actor for actor, _ in ranked])
+        rank_by_call = {}
+        actors_by_rank = []
+        for rank, (index, variables_of_rank) in enumerate(_ranks(places)):
+            actor = actors[index]
+            all_variables = {**variables, **job.variables, **variables_of_rank, "PYTHONPATH": import_path()}
+            rank_by_call[actor.run.remote(list(job.command), all_variables, job.work)] = rank
+            actors_by_rank.append(actor)
+        return _wait(ray, rank_by_call, actors_by_rank)
     finally:
         for actor in actors:
-            ray.kill(actor)  # its program ends with it
+            ray.kill(actor)  # ends the actor's program, too
 
 
-def _ranked(
-    actors: Sequence[Any], places: Sequence[tuple[str, str, int, list[str]]]
-) -> list[tuple[Any, dict[str, str]]]:
-    """Order actors by machine, and return each with the variables of its rank."""
+def _start_actors(ray: Any, job: RayJob, group: Any) -> list[Any]:
+    """Start an actor for each process. Their order says nothing about ranks."""
+    num_per_bundle = job.num_processes // len(group.bundle_specs)
+    actors = []
+    for index in range(job.num_processes):
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=index // num_per_bundle
+        )
+        actor_class = ray.remote(_RankActor).options(
+            num_cpus=job.cpus,
+            num_gpus=job.gpus,
+            max_concurrency=2,  # `stop` is called while `run` runs
+            runtime_env={"env_vars": {"PYTHONPATH": import_path()}},
+            scheduling_strategy=strategy,
+        )
+        actors.append(actor_class.remote())
+    return actors
+
+
+def _ranks(places: Sequence[_Place]) -> list[tuple[int, dict[str, str]]]:
+    """Assign consecutive ranks to the actors of each machine. Return the actor's index and variables of each rank."""
     machines: dict[str, list[int]] = {}
-    for i, (node, *_) in enumerate(places):
-        machines.setdefault(node, []).append(i)
-    order = [i for members in machines.values() for i in members]
-    _, address, port, _ = places[order[0]]
-    found: list[tuple[Any, dict[str, str]]] = []
+    for index, place in enumerate(places):
+        machines.setdefault(place.node, []).append(index)
+    main = places[0]  # of rank 0, because its machine is the first in `machines`
+    ranks: list[tuple[int, dict[str, str]]] = []
     for group_rank, members in enumerate(machines.values()):
         # Ranks of a machine see all of its GPUs, as with torchrun: LOCAL_RANK is the index.
-        gpus = [gpu for i in members for gpu in places[i][3]]
-        for local_rank, i in enumerate(members):
+        gpus: list[str] = []
+        for index in members:
+            gpus.extend(places[index].gpus)
+        for local_rank, index in enumerate(members):
             variables = {
-                "RANK": str(len(found)),
+                "RANK": str(len(ranks)),
                 "LOCAL_RANK": str(local_rank),
-                "WORLD_SIZE": str(len(actors)),
+                "WORLD_SIZE": str(len(places)),
                 "LOCAL_WORLD_SIZE": str(len(members)),
                 "GROUP_RANK": str(group_rank),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
+                "MASTER_ADDR": main.address,
+                "MASTER_PORT": str(main.port),
             }
-            found.append((actors[i], variables | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})))
-    return found
+            if gpus:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            ranks.append((index, variables))
+    return ranks
 
 
-def _wait(ray: Any, waiting: dict[Any, int], actors: Sequence[Any]) -> tuple[str | None, bytes | None]:
+def _wait(ray: Any, rank_by_call: dict[Any, int], actors: Sequence[Any]) -> tuple[str | None, bytes | None]:
+    """Wait until all calls of `run` have returned. End the other programs after the first failure."""
     result: bytes | None = None
-    failures: list[str] = []
-    ended_by_us = False
-    while waiting:
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=_GRACE_S if failures else None)
+    first_failure: str | None = None
+    while rank_by_call:
+        timeout_s = None if first_failure is None else _GRACE_S
+        done, _ = ray.wait(list(rank_by_call), num_returns=1, timeout=timeout_s)
         if not done:
-            break  # they did not end by SIGTERM
-        rank = waiting.pop(done[0])
+            break  # the programs did not end by SIGTERM; the caller kills their actors
+        rank = rank_by_call.pop(done[0])
         try:
-            code, error, found = ray.get(done[0])
+            code, error, result_of_rank = ray.get(done[0])
         except ray.exceptions.RayError as error_of_ray:
             code = 1
             error = str(error_of_ray).splitlines()[0]
-            found = None
+            result_of_rank = None
         if rank == 0:
-            result = found
-        if code:
-            failures.append(error or f"rank {rank} ended with exit code {code}.")
-            if not ended_by_us:
-                ended_by_us = True
-                for actor in actors:
-                    with contextlib.suppress(ray.exceptions.RayError):
-                        actor.stop.remote()
-    return (failures[0] if failures else None), result
+            result = result_of_rank
+        if code != 0 and first_failure is None:
+            first_failure = error or f"rank {rank} ended with exit code {code}."
+            for actor in actors:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    actor.stop.remote()
+    return first_failure, result
 
 
 def write_result(result: bytes) -> None:
@@ -283,7 +316,7 @@ def parse_launcher(launcher: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: an option is unknown, or its value is not a whole number.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for word in launcher.split(":")[1:]:
         name, _, value = word.partition("=")
         if name not in _OPTIONS or not value.isdigit():
@@ -291,5 +324,5 @@ def parse_launcher(launcher: str) -> dict[str, Any]:
                 f"launcher={launcher!r}: {word!r} is not an option.{nearest(name, _OPTIONS)} Write, for example, "
                 f"'ray:max_restarts=2'. Options: {', '.join(_OPTIONS)}, each a whole number."
             )
-        found[name] = int(value)
-    return found
+        options[name] = int(value)
+    return options

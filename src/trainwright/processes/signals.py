@@ -17,20 +17,23 @@ from trainwright.core.errors import TrainwrightWarning
 from trainwright.processes.agreement import Agreement
 from trainwright.processes.process_group import Processes
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM,)
+if hasattr(signal, "SIGUSR1"):  # not on Windows
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _EXCHANGE_EVERY_N_STEPS = 10  # at least
 _HUNG_S = 30.0  # until a user-written loop that has not handled SIGTERM is ended: Kubernetes' and Slurm's default
 
-_open_sockets: list[socket.socket] = []  # to which the system writes the numbers of signals
+_open_sockets: list[socket.socket] = []  # to which Python writes the numbers of signals
 
 
-def _forget_sockets() -> None:
-    if _open_sockets:  # a signal to a forked loader worker is not one to the process that trains
+def _stop_writing_signals() -> None:
+    """Stop writing signals to the sockets in a forked process, such as a loader worker, which shares them."""
+    if _open_sockets:
         signal.set_wakeup_fd(-1)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_sockets)
+    os.register_at_fork(after_in_child=_stop_writing_signals)
 
 
 class SignalHandler:
@@ -60,7 +63,7 @@ def is_users(handler: object) -> bool:
 
 @contextlib.contextmanager
 def ending_hung_process(seconds: float, reason: Callable[[], str]) -> Iterator[None]:
-    """Return a context that ends the process some time after SIGTERM, with exit code 143.
+    """Context manager that ends the process some time after SIGTERM, with exit code 143.
 
     The main thread may wait in a collective that another rank does not call. Python then runs no signal handler.
 
@@ -72,33 +75,39 @@ def ending_hung_process(seconds: float, reason: Callable[[], str]) -> Iterator[N
     def end_late() -> None:
         deadline: float | None = None
         while True:
-            receiver.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+            timeout_s = None if deadline is None else deadline - time.monotonic()
+            if timeout_s is not None:
+                timeout_s = max(timeout_s, 1e-3)  # 0 would make the socket non-blocking
+            receiver.settimeout(timeout_s)
             try:
                 number = receiver.recv(1)[0]
             except TimeoutError:
-                if text := reason():
+                text = reason()
+                if text:
                     os.write(2, f"trainwright: received SIGTERM, and {text}; the process ends.\n".encode())
                     os._exit(128 + signal.SIGTERM)
                 deadline = None
                 continue
-            if not number:
+            if number == 0:  # the context ends
                 return
-            if before != -1:  # of an event loop, for example that of a notebook
+            if previous_fd != -1:  # of an event loop, for example that of a notebook
                 with contextlib.suppress(OSError):
-                    os.write(before, bytes([number]))
+                    os.write(previous_fd, bytes([number]))
             if number == signal.SIGTERM and deadline is None:
                 deadline = time.monotonic() + seconds
 
+    # Python's C signal handler writes the number of each signal to this socket, even while the main thread is in a call
+    # that does not return to Python.
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     _open_sockets.append(sender)
     thread = threading.Thread(target=end_late, name="preemption", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous_fd)
         _open_sockets.remove(sender)
         sender.send(b"\0")
         thread.join()
@@ -115,7 +124,7 @@ class ReceivedSignal:
     Attributes:
         signal: Number of the signal. 0 without a signal.
         agreed: True if an exchange has set `signal` to the same value on every rank.
-        receiver: The lowest rank that had received a signal before the exchange.
+        receiver: The lowest rank that had received a signal before the exchange. 0 before an exchange.
     """
 
     def __init__(self, grace_s: float | None) -> None:
@@ -135,17 +144,29 @@ class ReceivedSignal:
         """Return the seconds until the system ends the process."""
         return self._deadline - time.monotonic()
 
-    def note(self) -> list[int]:
+    def signal_and_remaining_ms(self) -> list[int]:
         """Return the values of this rank for an exchange: the signal, and the milliseconds that remain."""
-        return [self.signal, int(self.remaining_s() * 1000) if self.signal else 0]
+        if not self.signal:
+            return [0, 0]
+        return [self.signal, int(self.remaining_s() * 1000)]
 
-    def hear(self, everyone: list[list[int]]) -> None:
-        """Adopt the signal of the lowest rank that has one. `everyone` contains the result of `note` of each rank."""
-        told = [(rank, number, left_ms) for rank, (number, left_ms) in enumerate(everyone) if number]
-        if told:
+    def set_agreed(self, by_rank: list[list[int]]) -> None:
+        """Set the signal of the lowest rank that has received one, and the shortest remaining time of all such ranks.
+
+        Args:
+            by_rank: `signal_and_remaining_ms` of each rank.
+        """
+        remaining_ms: list[int] = []
+        for rank, (number, remaining_ms_of_rank) in enumerate(by_rank):
+            if not number:
+                continue
+            if not remaining_ms:
+                self.signal = number
+                self.receiver = rank
+            remaining_ms.append(remaining_ms_of_rank)
+        if remaining_ms:
             self.agreed = True
-            self.receiver, self.signal, _ = told[0]
-            self._deadline = time.monotonic() + min(left_ms for _, _, left_ms in told) / 1000
+            self._deadline = time.monotonic() + min(remaining_ms) / 1000
 
 
 class LoopSignal(ReceivedSignal):
@@ -167,9 +188,8 @@ class LoopSignal(ReceivedSignal):
         self._watch = contextlib.ExitStack()
         if threading.current_thread() is threading.main_thread():
             self._handlers = [_LoopHandler(self, number) for number in SIGNALS]
-            text = f"the main thread has not returned to Python for {_HUNG_S:g} s"
-            if not _open_sockets:  # a fit, or another loop, already ends this process
-                self._watch.enter_context(ending_hung_process(_HUNG_S, lambda: "" if self.signal else text))
+            if not _open_sockets:  # otherwise a fit, or another loop, already ends this process
+                self._watch.enter_context(ending_hung_process(_HUNG_S, self._reason_of_hang))
         else:
             warnings.warn(
                 "accelerator.should_stop was read outside of the main thread: signals to this process are not handled, "
@@ -177,6 +197,10 @@ class LoopSignal(ReceivedSignal):
                 TrainwrightWarning,
                 stacklevel=3,
             )
+
+    def _reason_of_hang(self) -> str:
+        # The handler of the main thread has recorded the signal if that thread has returned to Python.
+        return "" if self.signal else f"the main thread has not returned to Python for {_HUNG_S:g} s"
 
     def end_step(self) -> None:
         """Count an optimizer step, and exchange signals between ranks about once per second. Collective, on the host.
@@ -187,12 +211,12 @@ class LoopSignal(ReceivedSignal):
             return
         self._num_steps += 1
         if self._processes.world_size == 1:
-            self.hear([self.note()])
+            self.set_agreed([self.signal_and_remaining_ms()])
             return
         if self._num_steps == 1:
             self._processes.meet("accelerator.should_stop")
         if self._agreement.due(self._num_steps):
-            self.hear(self._agreement.exchange(self._num_steps, self.note()))
+            self.set_agreed(self._agreement.exchange(self._num_steps, self.signal_and_remaining_ms()))
 
     def close(self) -> None:
         """Restore the earlier handlers."""
@@ -212,33 +236,33 @@ class _LoopHandler(SignalHandler):
         super().__init__()
         self._received = received
         self._number = number
-        self._closed = False
-        self._before: Any = signal.getsignal(number)
+        self._is_closed = False
+        self._previous: Any = signal.getsignal(number)
         signal.signal(number, self)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._closed:
+        if not self._is_closed:
             self._received.take(number)
-        before = self._earlier()
-        if is_users(before) or isinstance(before, _LoopHandler):
-            before(number, frame)
-        elif self._closed:
+        previous = self._previous_open()
+        if is_users(previous) or isinstance(previous, _LoopHandler):
+            previous(number, frame)
+        elif self._is_closed:  # a later handler calls this one, or `close` ran in another thread
             self._restore()
             signal.raise_signal(number)
 
     def close(self) -> None:
         """Stop recording, and restore the earlier handler unless another one has been set since."""
-        self._closed = True
+        self._is_closed = True
         current: Any = signal.getsignal(self._number)
         if current is self and threading.current_thread() is threading.main_thread():
             self._restore()
 
-    def _earlier(self) -> Any:
+    def _previous_open(self) -> Any:
         """Return the latest earlier handler that is not closed."""
-        before = self._before
-        while isinstance(before, _LoopHandler) and before._closed:
-            before = before._before
-        return signal.SIG_DFL if before is None else before
+        previous = self._previous
+        while isinstance(previous, _LoopHandler) and previous._is_closed:
+            previous = previous._previous
+        return signal.SIG_DFL if previous is None else previous  # None: set by a library in C, not by Python
 
     def _restore(self) -> None:
-        signal.signal(self._number, self._earlier())
+        signal.signal(self._number, self._previous_open())

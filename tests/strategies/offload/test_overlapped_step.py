@@ -159,7 +159,7 @@ def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:
 
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             units = trainer.strategy.weight_stream.all_units
-            found.append((trainer.global_step, all(unit.fresh for unit in units)))
+            found.append((trainer.global_step, all(unit.is_current for unit in units)))
 
     options: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": True, "logger": "csv"}
     callbacks = [
