@@ -154,11 +154,11 @@ class Preemption(ReceivedSignal):
             late = self.signal and not self.agreed and not is_users(before[self.signal])
             _ExitHandler.begun = self.agreed = self.agreed or bool(late)
             exiting = _ExitHandler(self._deadline, before)
-            for number, handler in before.items():
+            for known_number, handler in before.items():
                 if self.agreed and not is_users(handler):
-                    signal.signal(number, exiting)
+                    signal.signal(known_number, exiting)
                 else:
-                    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+                    signal.signal(known_number, handler if handler is not None else signal.SIG_DFL)
             if late:
                 name = signal.Signals(self.signal).name
                 if isinstance(failure, Exception):

@@ -175,7 +175,7 @@ class _Children:
         self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
 
     def failure(self) -> str | None:
-        """Return the traceback of the process that failed first, or None."""
+        """Return the first failure, or None: a SIGKILL, else the first traceback, else an exit code."""
         for rank, process in self._started.items():
             # Nothing here sends SIGKILL before the failure is known. Errors of other ranks are its consequences.
             if process.poll() == -signal.SIGKILL:

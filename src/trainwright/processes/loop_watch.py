@@ -1,4 +1,4 @@
-"""Exchange of failures between the ranks of a user-written loop, which runs outside of Trainwright's functions."""
+"""Exchange of failures between the ranks of a user-written loop, which no context manager of Trainwright encloses."""
 
 from __future__ import annotations
 

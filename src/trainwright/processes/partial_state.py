@@ -56,7 +56,8 @@ class PartialState:
             timedelta, seconds, or text; default: `"30 min"`), and `init_method` (only `"env://"`).
 
     Attributes:
-        device: device of this process. `local_process_index` is the index of its accelerator.
+        device: device of this process. `local_process_index`, modulo the number of visible accelerators, is the index
+            of its accelerator. Several processes on a machine with MPS use the CPU.
         backend: backend of torch's default group; None for a single process.
         distributed_type: see `DistributedType`.
         num_processes: number of processes on all nodes.
@@ -70,7 +71,7 @@ class PartialState:
 
     Raises:
         ConfigurationError: an argument is unknown, invalid or contradicts the existing state, or this node has more
-            processes than accelerators.
+            processes than accelerators, unless one is visible to each process or the backend is gloo.
         TimeoutError: some processes have not joined.
     """
 
@@ -89,8 +90,8 @@ class PartialState:
     _cpu: bool
     _options: _GroupOptions
     _world: Any  # torch's default group when this state was created; None without one
-    _joined: bool
-    _first_store: Any  # for `_first_process_first`; None before its first use
+    _joined: bool  # False once the group was closed, so that `joined` opens it again
+    _first_store: Any  # a store of `_first_process_first`, which waits without a collective; None before its first use
     _created: str  # the line of the user's code that created the state
 
     def __init__(self, cpu: bool = False, **kwargs: object) -> None:
@@ -260,7 +261,7 @@ class PartialState:
             local_process_idx: another name of `local_process_index`. Default: None.
 
         Raises:
-            ConfigurationError: the index is missing.
+            ConfigurationError: the index is missing or negative.
         """
         index = local_process_idx if local_process_index is None else local_process_index
         _check_index("local_process_index", index, None)  # nodes may have different numbers of processes
@@ -276,7 +277,7 @@ class PartialState:
 
         Args:
             group: the group. Default: None, which closes all groups. Later collective operations open a new default
-                group. No effect for a single process.
+                group. No effect for a single process, and in processes that a notebook has forked.
         """
         if self.fork_launched and group is None:  # as in Accelerate
             return
