@@ -110,6 +110,8 @@ class ModelPruning(Callback):
         weights = checkpoint["state_dict"]
         for name, value in saved["first"].items():
             module, _, key = name.rpartition(".")
+            if task.get_submodule(module) not in self._initial:  # this run resets no weights to initial ones
+                continue
             self._initial[task.get_submodule(module)].get_parameter(key).data.copy_(value)
         for name, mask in saved["masks"].items():
             module, _, key = name.rpartition(".")
@@ -251,7 +253,8 @@ class ModelPruning(Callback):
             size = mask.numel()
             num_pruned += zeros
             num_weights += size
-            lines.append(f"  {names[module]}.{key}: {zeros} of {size} ({zeros / size:.1%})")
+            full_name = f"{names[module]}.{key}" if names[module] else key
+            lines.append(f"  {full_name}: {zeros} of {size} ({zeros / size:.1%})")
         task.print(f"pruned: {num_pruned} of {num_weights} weights ({num_pruned / num_weights:.1%})")
         if self._verbose > 1:
             for line in lines:

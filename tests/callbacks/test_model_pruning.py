@@ -65,6 +65,13 @@ def test_it_prunes_as_by_hand_and_a_resume_is_exact(ticket: bool, tmp_path: Path
         assert_equal_weights(weights_of(again), weights_of(task))
 
 
+def test_a_resume_may_end_the_resets_to_initial_weights(tmp_path: Path) -> None:
+    _fit(tmp_path, ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=True))
+    plain = ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)
+    task = _fit(tmp_path, plain, ckpt_path=tmp_path / "step=8")
+    assert sum(int((p == 0).sum()) for p in task.parameters()) == round(49 * (1 - 0.7**3))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
