@@ -19,22 +19,30 @@ from trainwright.core.names.hidden_names import split_hidden
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a checkpoint folder to a hidden name, then delete it. Readers thus never see an incomplete checkpoint."""
-    doomed = hidden(folder, "del") if split_hidden(folder.name) is None else folder
-    if doomed != folder:
+    """Rename a checkpoint folder to a hidden name, then delete it. Readers thus never find an incomplete checkpoint.
+
+    A folder that has a hidden name is deleted without a rename.
+    """
+    doomed = folder
+    if split_hidden(folder.name) is None:
+        doomed = hidden(folder, "del")
         rename(folder, doomed)
     shutil.rmtree(doomed)
     fault_point("delete", doomed)
 
 
 def replaced_checkpoint(path: Path) -> Path | None:
-    """Return the `old` folder of the checkpoint `path` if its replacement crashed, else None, also if `path` exists."""
+    """Return the folder of the checkpoint that was `path` before its replacement crashed.
+
+    Returns None if `path` exists, or there is no complete folder with the role `old`.
+    """
     if os.path.lexists(path) or not path.parent.is_dir():
         return None
     replaced = []
     for entry in path.parent.iterdir():
         if split_hidden(entry.name) == (path.name, "old") and (entry / MANIFEST).is_file():
             replaced.append(entry)
+    # Several crashes may have left several. The newest one is used.
     return max(replaced, key=lambda entry: entry.stat().st_mtime_ns, default=None)
 
 
@@ -56,6 +64,7 @@ def clean_stale(folder: Path | str) -> list[Path]:
         if split is None or entry.is_symlink():
             continue
         name, role = split
+        # `replace_file` writes a new index into a hidden file.
         if entry.is_file() and name in (RUN_INDEX, EARLIER_RUN_INDEX):
             entry.unlink()
         elif not _is_abandoned(entry):
