@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainwright.checkpoint.disk.durable import fault_point, hidden, rename
 from trainwright.checkpoint.format.layout import EARLIER_RUN_INDEX, MANIFEST, RUN_INDEX, TOP_LEVEL
-from trainwright.core.host.folders import is_in_use
+from trainwright.core.host.folders import is_in_use, lock_folder
 from trainwright.core.names.hidden_names import split_hidden
 
 
@@ -64,9 +64,11 @@ def clean_stale(folder: Path | str) -> list[Path]:
         if split is None or entry.is_symlink():
             continue
         name, role = split
-        # `replace_file` writes a new index into a hidden file.
         if entry.is_file() and name in (RUN_INDEX, EARLIER_RUN_INDEX):
-            entry.unlink()
+            # `RunIndex` writes a new index into a hidden file. Without the lock, it may be one that another run is
+            # writing now.
+            with lock_folder(folder):
+                entry.unlink(missing_ok=True)
         elif not _is_abandoned(entry):
             continue
         elif role == "old" and replaced_checkpoint(folder / name) == entry:
