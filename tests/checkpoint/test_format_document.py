@@ -77,7 +77,7 @@ def test_the_tags_are_those_of_the_code() -> None:
 
 def test_the_dtypes_are_those_of_the_code() -> None:
     assert set(_column("<!-- dtypes", 0)) == set(safetensors_io._DTYPE_NAMES.values())
-    assert set(_column("the name of its true dtype:", 0)) == set(safetensors_io._SPECIAL)
+    assert set(_column("the name of its true dtype:", 0)) == set(safetensors_io._CONVERTED)
 
 
 def test_the_progress_is_that_of_the_code() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 
 from tests.checkpoint.snapshots import write_small
 from trainwright.checkpoint import IndexEntry, RunIndex
+from trainwright.checkpoint.format.layout import RUN_INDEX
+from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.host.folders import lock_folder
 
 
 def index_with(folder: Path, metrics: list[float], **options: Any) -> RunIndex:
@@ -101,3 +105,16 @@ def test_every_flipped_bit_of_an_index_is_detected_and_repaired(tmp_path: Path) 
         # The weights say nothing of their run: they are kept if the index still names them rightly, and else left.
         assert found in (entries, entries[:2])
         assert RunIndex(tmp_path, run="0123456789abcdef").best("loss") == entries[1]
+
+
+def test_cleaning_waits_for_an_index_that_another_process_is_writing(tmp_path: Path) -> None:
+    new_index = tmp_path / f".{RUN_INDEX}.tmp-{'0' * 16}"
+    with lock_folder(tmp_path):  # as `RunIndex.add`
+        new_index.write_text("{}")
+        cleaner = threading.Thread(target=clean_stale, args=(tmp_path,))
+        cleaner.start()
+        cleaner.join(0.3)
+        assert new_index.exists()
+        new_index.rename(tmp_path / RUN_INDEX)
+    cleaner.join()
+    assert (tmp_path / RUN_INDEX).exists()

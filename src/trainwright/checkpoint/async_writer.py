@@ -1,4 +1,13 @@
-"""Background writing of checkpoints. Training waits for a copy to host memory only. A thread writes this copy."""
+"""Background writing of checkpoints. Training waits for a copy to host memory only. A thread writes this copy.
+
+The threads of a save, besides the caller of `AsyncWriter`:
+
+- the writing thread (`AsyncWriter._run`) runs the jobs in order: it writes, syncs and publishes checkpoints;
+- the low-priority thread (`LowPriorityThread`) hashes and writes the data of large files for the writing thread;
+- the exit thread (`_hold_exit`) delays the exit of the interpreter until the writing thread ends.
+
+They start with the first job and end when no job is left. A `Preparation` thread maps memory before the first save.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +47,8 @@ class Write(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """One checkpoint to write; see `AsyncWriter.start` for the fields."""
+
     path: Path
     write: Write
     then: Then | None
@@ -46,21 +57,22 @@ class _Job:
 class AsyncWriter:
     """Writer that copies checkpoints to host memory, and writes the copies in a thread while training continues.
 
-    Use the writer in one process of a run, and call it from one thread. At most one snapshot is in memory: a save waits
-    for the previous save, so that a slow disk slows the run down instead of filling the memory. A save starts the
-    writing thread and a thread of the lowest priority, which does the work that takes processor time, such as hashing.
-    While a caller waits for a save, the writing thread does this work, too. Both threads end with the save. An exiting
-    interpreter waits for them until the deadline, prints the error of a failed save that no call has raised, and exits
-    with code 1. Saving runs no collectives and draws no random numbers.
+    Call the writer from one thread. `submit` is for checkpoints that one process writes, and `stage` with `start` for
+    checkpoints that several ranks write together. At most one snapshot is in memory: a save waits for the previous
+    save, so that a slow disk slows the run down instead of filling the memory. Work that takes processor time, such as
+    hashing, is done by a thread of the lowest priority, and by the writing thread while a caller waits for a save. An
+    exiting interpreter waits for unfinished saves until the deadline, prints the error of a failed save that no call
+    has raised, and exits with code 1. Saving runs no collectives and draws no random numbers.
 
     Args:
         max_shard_bytes: see `plan_model`.
 
     Attributes:
         buffers: host memory for the copies, reused between saves.
-        optimizers: the optimizers whose state is saved.
-        may_copy_later: copy optimizer states that allow it while training continues. This pays only if training leaves
-            a core idle. Default: True.
+        optimizers: the optimizers whose state is saved. Set it before the first save: the first copy that continues
+            during training registers a hook with each of them, which remains until `close`.
+        may_copy_later: copy optimizer states that allow it (see `Snapshot.state_rests`) while training continues. This
+            is faster only if training leaves a core idle. Default: True.
         deadline_s: function that returns the value of `time.monotonic()` at which unpublished checkpoints are
             discarded. By default it returns None: checkpoints are never discarded.
     """
@@ -68,20 +80,22 @@ class AsyncWriter:
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self.buffers = HostBuffers()
         self._max_shard_bytes = max_shard_bytes
-        unraised.report_at_exit()
-        self._contents: Contents | None = None  # the files in the buffers
-        self._later: LaterCopy | None = None  # copies into the buffers that remain
         self.optimizers: Sequence[Optimizer] = ()
         self.may_copy_later = True
-        self._guards: list[Any] = []  # handles of the hooks that finish these copies before an optimizer step
-        self._lock = threading.Lock()  # protects `_jobs`, `_thread`, `_quiet` and `_error`
-        self._jobs: deque[_Job] = deque()
-        self._thread: threading.Thread | None = None  # None: no job is being written
-        self._quiet = LowPriorityThread()  # does heavy work for that thread
-        self._preparation: Preparation | None = None
-        self._error: CheckpointError | None = None
-        self._dropped = threading.Event()  # set: the interpreter may exit before the thread ends
         self.deadline_s: Callable[[], float | None] = lambda: None
+        unraised.report_at_exit()
+        # The snapshot in memory. Only the caller's thread sets these attributes.
+        self._contents: Contents | None = None  # the files in the buffers; None before the first save, or if it failed
+        self._later: LaterCopy | None = None  # remaining copies into the buffers; None if all were made at once
+        self._guards: list[Any] = []  # handles of the step hooks that finish `_later`; see `_Guard`
+        self._preparation: Preparation | None = None  # maps the buffers' pages between `prepare` and the first save
+        # The save that is being written. The lock protects the four attributes after it.
+        self._lock = threading.Lock()
+        self._jobs: deque[_Job] = deque()  # submitted jobs, without the job that is being written
+        self._thread: threading.Thread | None = None  # the writing thread, which sets None when no job is left
+        self._quiet = LowPriorityThread()  # hashes and writes for `_thread`; a new object for each writing thread
+        self._error: CheckpointError | None = None  # of the last failed job, until a call raises it
+        self._dropped = threading.Event()  # set by `_drop`: the exit thread ends before `_thread`. New with `_thread`
 
     @property
     def is_writing(self) -> bool:
@@ -96,7 +110,10 @@ class AsyncWriter:
             return self._thread is not None and self._dropped.is_set()
 
     def prepare(self, num_bytes: int) -> None:
-        """Allocate about `num_bytes` of host memory for the first save. A thread maps the pages. Does not block."""
+        """Allocate about `num_bytes` of host memory for the first save. A thread maps the pages. Does not block.
+
+        Does nothing for less than `LOW_PRIORITY_FROM_BYTES`, or if the buffers have a snapshot.
+        """
         if self._contents is not None or num_bytes < LOW_PRIORITY_FROM_BYTES:
             return
         self._end_preparation()
@@ -153,13 +170,15 @@ class AsyncWriter:
         self._start(_Job(path, write, then))
 
     def _stage(self, contents: Contents) -> None:
+        """Copy the tensors of `contents` into the buffers. No job may be running, since jobs read the buffers."""
         self._end_preparation()
-        # Until the copy has succeeded: after an error, the buffers contain a mixture of two snapshots.
+        # None until the copy has succeeded: after an error, the buffers contain a mixture of two snapshots.
         self._contents = None
         self._later = None
         self._later = self.buffers.stage(contents.files, may_copy_later=self.may_copy_later)
         self._contents = contents
-        if self._later is not None and not self._guards:  # on each optimizer, since different threads may step them
+        if self._later is not None and not self._guards:
+            # On each optimizer, since different threads may step them.
             self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in self.optimizers]
 
     def _write(self, path: Path, contents: Contents, then: Then | None, must_be_new: bool) -> None:
@@ -173,7 +192,9 @@ class AsyncWriter:
         then: Then | None = None,
         must_be_new: bool = False,
     ) -> Path:
-        """Write the snapshot of the last `submit` as another checkpoint, after earlier checkpoints. Does not block.
+        """Write the snapshot in memory as another checkpoint, after earlier checkpoints. Does not block.
+
+        The snapshot is that of the last `submit`.
 
         Args:
             path, then, must_be_new: see `submit`.
@@ -210,8 +231,9 @@ class AsyncWriter:
 
     def join(self) -> None:
         """Block until all writes have ended or the deadline has passed. Raises no error of a write; see `wait`."""
+        # Read once per round: the writing thread sets the attribute to None when it ends.
         while (thread := self._thread) is not None:
-            self._quiet.hurry()
+            self._quiet.hurry()  # in each round, since `_thread` and `_quiet` may be new
             deadline_s = self.deadline_s()
             if deadline_s is None:
                 thread.join(_DEADLINE_CHECK_S)
@@ -226,6 +248,7 @@ class AsyncWriter:
         """Allow the interpreter to exit while the writing thread waits for the disk. The buffers are not freed."""
         with self._lock:
             self._jobs.clear()
+            # Not added to `unraised`, which is for errors that occur after the last call: `join` is being called.
             self._error = CheckpointError(
                 "a checkpoint was not written before the deadline and is dropped. Earlier checkpoints are unchanged."
             )
@@ -237,7 +260,8 @@ class AsyncWriter:
             self.wait()
         finally:
             self._end_preparation()
-            if not self.is_writing:  # a second Ctrl-C may have interrupted the wait
+            # The writing thread still reads the buffers if Ctrl-C has interrupted `wait`, or the deadline has passed.
+            if not self.is_writing:
                 self._contents = None
                 self._later = None
                 self.buffers.release()
@@ -257,7 +281,11 @@ class AsyncWriter:
             self._jobs.append(job)
 
     def _start_thread(self) -> threading.Thread:
-        """Start the writing thread and its helpers. The caller holds the lock, for which the writing thread waits."""
+        """Start the threads of a save, and return the writing thread. The caller holds the lock.
+
+        The caller adds the first job before it releases the lock. The writing thread waits for the lock in `_next_job`,
+        so that it does not find an empty queue and end.
+        """
         # All are started here, since no thread can be started once the interpreter is exiting.
         self._quiet = LowPriorityThread()
         if self._contents is not None:
@@ -283,6 +311,7 @@ class AsyncWriter:
             raise error
 
     def _run(self, quiet: LowPriorityThread) -> None:
+        """Write jobs until none is left; the function of the writing thread."""
         try:
             while (job := self._next_job()) is not None:
                 try:
@@ -296,10 +325,13 @@ class AsyncWriter:
             quiet.end()
 
     def _check_copy(self, quiet: LowPriorityThread) -> None:
+        """Finish the copy of the snapshot before it is written. Raise an error if its tensors changed meanwhile."""
         if self._later is None:
             return
+        # The low-priority thread makes the copies, so that this thread does not compete with training for a core.
         quiet.put(self._later.finish)
         quiet.rest()
+        # `rest` also ends if a caller waits for the save. This thread then makes the remaining copies.
         if not self._later.finish():
             raise CheckpointError(
                 "an optimizer's state was changed between two of its steps, while it was being copied. Change the "
@@ -315,6 +347,7 @@ class AsyncWriter:
             return None
 
     def _fail(self, job: _Job, error: BaseException) -> None:
+        """Store the error of a job for the caller's thread, and discard the jobs after it."""
         with self._lock:
             message = (
                 f"the checkpoint {job.path} could not be written in the background: {type(error).__name__}: {error}. "

@@ -76,8 +76,9 @@ def upload_checkpoint(
 ) -> str:
     """Upload a local checkpoint into the remote folder `url`, under the name of the local folder.
 
-    The manifest is uploaded last, after it was compared with the uploaded files. Nothing is uploaded if the remote
-    checkpoint has the same manifest. Call this function on one process. Blocks on the network.
+    The manifest is uploaded last, after the uploaded files were compared with it. Nothing is uploaded if the remote
+    checkpoint has the same manifest. Files of an interrupted upload are overwritten. Call this function on one process.
+    Blocks on the network.
 
     Args:
         local: the checkpoint's folder.
@@ -98,19 +99,19 @@ def upload_checkpoint(
     problems = verify(local, hashes=False)
     if problems:
         raise CheckpointError(f"{local} is damaged and is not uploaded: {'; '.join(problems)}.")
-    sealed = (local / MANIFEST).read_bytes()
+    manifest_bytes = (local / MANIFEST).read_bytes()
     remote = _Remote(_join(url, local.name), storage_options)
-    remote_manifest = remote.read(MANIFEST, MAX_MANIFEST_BYTES)
-    if remote_manifest == sealed:
+    remote_manifest_bytes = remote.read(MANIFEST, MAX_MANIFEST_BYTES)
+    if remote_manifest_bytes == manifest_bytes:
         return remote.url
-    if remote_manifest is not None:
+    if remote_manifest_bytes is not None:
         if not replace:
             raise CheckpointError(f"{remote.url} holds another checkpoint. Choose another name, or pass replace=True.")
         remote.delete_tree()
     for part in manifest.parts.values():
         for relative, entry in part.files.items():
             remote.send(inside(local, relative, MANIFEST), relative, entry)
-    remote.write(MANIFEST, sealed)
+    remote.write(MANIFEST, manifest_bytes)
     return remote.url
 
 
@@ -174,9 +175,11 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
 def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Return a local copy of the remote checkpoint `url` below `root`. Download it if it is missing or damaged.
 
-    A changed checkpoint is downloaded again, because the local folder's name contains the manifest's hash.
+    The copy is `root/{name of the URL}/{hash of the manifest}/{checkpoint's name}`, so that a changed checkpoint is
+    downloaded again. See `download_checkpoint` for the errors.
     """
     data = _Remote(url, storage_options).read(MANIFEST, MAX_MANIFEST_BYTES)
+    # Without a manifest, `download_checkpoint` raises a FileNotFoundError.
     digest = xxhash.xxh3_64(data or b"").hexdigest()
     folder = local_folder(root, url) / digest
     target = folder / _last(url)
@@ -216,6 +219,7 @@ def remote_names(url: str, *, storage_options: Mapping[str, Any] | None = None) 
 
 
 def _fetch_all(remote: _Remote, manifest: Manifest, folder: Path) -> None:
+    """Download the files that the manifest lists into `folder`, and sync the folders in it."""
     for part in manifest.parts.values():
         for relative, entry in part.files.items():
             make_folder((folder / relative).parent)
@@ -227,7 +231,13 @@ def _fetch_all(remote: _Remote, manifest: Manifest, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteEntry:
-    """One checkpoint in a `RemoteIndex`. `created` distinguishes checkpoints of the same name."""
+    """One checkpoint in a `RemoteIndex`.
+
+    Attributes:
+        name: name of the checkpoint's folder.
+        step, created, kind: values from the checkpoint's manifest; see `Manifest`. `created` distinguishes checkpoints
+            of the same name.
+    """
 
     name: str
     step: int
@@ -253,20 +263,21 @@ class RemoteIndex:
         self.url = url.rstrip("/")
         self.run = run
         self._options = storage_options
-        self._home = _Remote(self.url, storage_options)
+        self._home = _Remote(self.url, storage_options)  # the folder with the index and the checkpoints
         self._file = f"index.{run}.json"
-        self._load()  # fails now rather than at the first upload
+        self._load()  # an error of the index is raised now rather than at the first upload
 
     def upload(self, local: Path | str, *, replace: bool = False) -> str:
-        """Upload a checkpoint (see `upload_checkpoint`), add it to the index, and return its URL.
+        """Add a checkpoint to the index, upload it (see `upload_checkpoint`), and return its URL.
 
         `replace=True` replaces an earlier upload of this run with the same name. An upload of another run raises.
         """
         local = Path(local)
         manifest = read_manifest(local)
         entry = RemoteEntry(check_relative(local.name, "the index"), manifest.step, manifest.created, manifest.kind)
-        entries = self._load()
-        old = next((known for known in entries if known.name == entry.name), None)
+        old = _named(self._load(), entry.name)
+        # Three cases: another checkpoint of this run has the name, no upload of this run has it, or this checkpoint was
+        # uploaded before, maybe incompletely, and is uploaded again.
         if old is not None and old.created != entry.created:
             if not replace:
                 raise CheckpointError(
@@ -278,7 +289,7 @@ class RemoteIndex:
             if uploaded is not None and uploaded.created != entry.created:
                 raise CheckpointError(f"{self.url}/{entry.name} was not uploaded by this run; it is not replaced.")
         others = [known for known in self._load() if known.name != entry.name]
-        # Before the upload, so that `delete_unfinished` finds it after a crash.
+        # Before the upload, so that `delete_unfinished` can delete it after a crash.
         self._store([*others, entry])
         return upload_checkpoint(local, self.url, storage_options=self._options)
 
@@ -293,17 +304,21 @@ class RemoteIndex:
             CheckpointError: this run has not uploaded `name`, or another run has replaced it. Nothing is deleted.
         """
         entries = self._load()
-        entry = next((known for known in entries if known.name == name), None)
+        entry = _named(entries, name)
         if entry is None:
             raise CheckpointError(f"{name!r} is not among this run's uploads to {self.url}; it is not deleted.")
         uploaded = self._manifest(name)
         if uploaded is not None and uploaded.created != entry.created:
             raise CheckpointError(f"{self.url}/{name} is no longer what this run uploaded; it is not deleted.")
+        # The entry is removed last, so that an interrupted deletion can be repeated.
         _Remote(_join(self.url, name), self._options).delete_tree()
         self._store([known for known in entries if known is not entry])
 
     def delete_unfinished(self) -> list[str]:
-        """Delete this run's unfinished uploads, return their names. Call it before the first upload of a process."""
+        """Delete this run's unfinished uploads, which have no manifest, and return their names.
+
+        Call it before the first upload of a process, since it would also delete an upload that is running.
+        """
         unfinished = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
         for name in unfinished:
             self.delete(name)
@@ -321,6 +336,7 @@ class RemoteIndex:
         return surplus
 
     def _manifest(self, name: str) -> Manifest | None:
+        """Return the manifest of the remote checkpoint `name`, or None if there is none or its upload is unfinished."""
         remote = _Remote(_join(self.url, name), self._options)
         data = remote.read(MANIFEST, MAX_MANIFEST_BYTES)
         if data is None:
@@ -328,6 +344,7 @@ class RemoteIndex:
         return Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
 
     def _load(self) -> list[RemoteEntry]:
+        """Return the entries of the index. Raise a CheckpointError if it is damaged."""
         data = self._home.read(self._file, MAX_MANIFEST_BYTES)
         if data is None:
             return []
@@ -348,7 +365,13 @@ class RemoteIndex:
         self._home.write(self._file, dump_json(values, indent=2).encode() + b"\n")
 
 
+def _named(entries: list[RemoteEntry], name: str) -> RemoteEntry | None:
+    """Return the entry with a name, or None."""
+    return next((entry for entry in entries if entry.name == name), None)
+
+
 def _entry(item: Any, origin: str) -> RemoteEntry:
+    """Return an entry from its JSON object. `_load` converts its other errors than `CheckpointError`."""
     name = check_relative(item["name"], origin)
     if "/" in name or name.startswith("."):
         raise CheckpointError(f"{origin} names {name!r}, which is not a checkpoint in its folder.")
@@ -366,7 +389,7 @@ class _Remote:
         self.url = url.rstrip("/")
         # fsspec chains protocols, as in "simplecache::s3://bucket/run". The last one is the service.
         scheme = self.url.rpartition("::")[2].partition("://")[0]
-        self._in_bucket = scheme in _BUCKET_SCHEMES
+        self._in_bucket = scheme in _BUCKET_SCHEMES  # True: there are no folders to create, and a bucket must exist
         fsspec = require_package("fsspec", purpose="a remote checkpoint")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **dict(storage_options or {}))
@@ -377,23 +400,24 @@ class _Remote:
             raise CheckpointError(f"{self.url}: {error}") from error
 
     def _path(self, relative: str) -> str:
+        """Return the path of a file in this folder, as fsspec's file system expects it."""
         return f"{self._root.rstrip('/')}/{relative}"
 
     def _service_errors(self, verb: str, relative: str = "") -> AbstractContextManager[None]:
         return service_errors(_join(self.url, relative), verb)
 
-    def read(self, relative: str, limit: int) -> bytes | None:
-        """Return a small file's bytes, or None if it does not exist."""
+    def read(self, relative: str, max_bytes: int) -> bytes | None:
+        """Return a small file's bytes, or None if it does not exist. Raise a CheckpointError if it is longer."""
         try:
             with self._service_errors("read", relative):
                 # Other processes write here too, so that cached listings may be outdated.
                 self._fs.invalidate_cache()
-                data = answer(lambda: self._read(relative, limit + 1))
+                data = answer(lambda: self._read(relative, max_bytes + 1))
         except FileNotFoundError:
             return None
-        if len(data) > limit:
+        if len(data) > max_bytes:
             raise CheckpointError(
-                f"{self.url}/{relative} is longer than {limit} bytes; it is damaged or has another format."
+                f"{self.url}/{relative} is longer than {max_bytes} bytes; it is damaged or has another format."
             )
         return data
 
@@ -443,7 +467,10 @@ class _Remote:
             )
 
     def folders(self) -> list[str]:
-        """Return the names of the folders directly in this folder."""
+        """Return the names of the folders directly in this folder. Empty if this folder does not exist.
+
+        A missing bucket raises a CheckpointError.
+        """
         try:
             with self._service_errors("list"):
                 self._fs.invalidate_cache()
@@ -454,6 +481,7 @@ class _Remote:
         return sorted(_last(str(item["name"])) for item in listed if item["type"] == "directory")
 
     def _make_folder(self, path: str) -> None:
+        """Create a folder and missing parents. In a bucket, folders exist with their files."""
         if not self._in_bucket:
             answer(lambda: self._fs.makedirs(path, exist_ok=True))
 
@@ -471,8 +499,8 @@ class _Remote:
             raise CheckpointError(problem) from error
 
     def delete_tree(self) -> None:
-        """Delete this folder, manifest first, so that an interrupted deletion leaves no checkpoint."""
-        # On object stores a folder ceases to exist with its last object.
+        """Delete this folder if it exists, manifest first, so that an interrupted deletion leaves no checkpoint."""
+        # On object stores a folder ceases to exist with its last object, so that any request may not find it.
         with contextlib.suppress(FileNotFoundError), self._service_errors("delete"):
             self._fs.invalidate_cache()
             if answer(lambda: self._fs.exists(self._path(MANIFEST))):
@@ -488,8 +516,10 @@ def _chunks(file: Any) -> Iterator[bytes]:
 
 
 def _join(url: str, name: str) -> str:
+    """Return the URL of `name` in the folder `url`. An empty name returns `url`."""
     return f"{url.rstrip('/')}/{name}".rstrip("/")
 
 
 def _last(url: str) -> str:
+    """Return the last name in a URL. Raise a CheckpointError if it cannot be the name of a local folder."""
     return check_relative(last_part(url), url)

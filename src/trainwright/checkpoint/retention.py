@@ -36,7 +36,13 @@ from trainwright.core.host.folders import lock_folder
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One checkpoint of a run: folder name, id of the run, and values from the checkpoint's manifest."""
+    """One checkpoint of a run.
+
+    Attributes:
+        name: name of the checkpoint's folder.
+        step, created, kind, metrics: values from the checkpoint's manifest; see `Manifest`.
+        run: id of the run that wrote the checkpoint.
+    """
 
     name: str
     step: int
@@ -50,9 +56,9 @@ class RunIndex:
     """The list of the checkpoints that a run wrote, stored in `folder/.index.json`.
 
     An `index.json` of an earlier version is read, and renamed at the first change. The folder can be moved, because
-    names are relative. The file may have entries of other runs, which are preserved. Use the index in one process of a
-    run. Every change is on the disk when the method returns. A damaged index is rebuilt from the manifests of the
-    checkpoints, with a `TrainwrightWarning`.
+    names are relative. The file may have entries of other runs, which are preserved: changes lock the folder and read
+    the file again. Use the index in one process of a run. Every change is on the disk when the method returns. A
+    damaged index is rebuilt from the manifests of the checkpoints, with a `TrainwrightWarning`.
 
     Args:
         folder: the run's checkpoint folder. The first `add` creates it.
@@ -65,11 +71,14 @@ class RunIndex:
     def __init__(self, folder: Path | str, *, run: str = "") -> None:
         self.folder = Path(folder)
         self.run = run
-        self._load()  # fails now rather than at the first save
+        self._load()  # an error of the index is raised now rather than at the first save
 
     @classmethod
     def of_newest_run(cls, folder: Path | str) -> RunIndex | None:
-        """Return the index for the run that wrote the newest checkpoint in `folder`, or None without checkpoints."""
+        """Return the index for the run that wrote the newest checkpoint in `folder`, or None without checkpoints.
+
+        Only checkpoints in the index file are considered.
+        """
         existing = [entry for entry in cls(folder)._load() if (Path(folder) / entry.name).is_dir()]
         newest = max(existing, key=lambda entry: (entry.created, entry.step), default=None)
         return None if newest is None else cls(folder, run=newest.run)
@@ -85,7 +94,14 @@ class RunIndex:
         return sorted(entries, key=lambda entry: (entry.step, entry.created, entry.name))
 
     def add(self, checkpoint: Path | str) -> IndexEntry:
-        """Add a checkpoint that this run has written into the folder, and return its entry."""
+        """Add a checkpoint that this run has written into the folder, and return its entry.
+
+        An earlier entry of the same name, also of another run, is replaced.
+
+        Raises:
+            FileNotFoundError: `checkpoint` does not exist.
+            CheckpointError: `checkpoint` is not in the folder, or its manifest is damaged.
+        """
         checkpoint = Path(checkpoint)
         if checkpoint.parent.resolve() != self.folder.resolve():
             raise CheckpointError(f"{checkpoint} is not in {self.folder}, the folder of this index.")
@@ -113,8 +129,11 @@ class RunIndex:
                 f"{name!r} is not among the checkpoints that this run wrote into {self.folder}; it is not deleted."
             )
         target = self.folder / entry.name
-        if target.is_symlink() or (target.exists() and read_manifest(target).created != entry.created):
+        is_replaced = target.exists() and read_manifest(target).created != entry.created
+        if target.is_symlink() or is_replaced:
             raise CheckpointError(f"{target} is no longer the checkpoint that this run wrote; it is not deleted.")
+        # The entry is removed last: after a crash, an entry without a folder is ignored, but a folder without an entry
+        # would never be deleted.
         if target.is_dir():
             with contextlib.suppress(FileNotFoundError):  # another process of this run may have deleted it
                 remove_folder(target)
@@ -125,7 +144,8 @@ class RunIndex:
     def ranked(self, monitor: str, mode: Literal["min", "max"] = "min") -> list[IndexEntry]:
         """Return this run's checkpoints that have the metric `monitor`, best first.
 
-        Checkpoints whose value is NaN come last. Checkpoints with equal values are sorted by step.
+        Checkpoints whose value is NaN come last. Checkpoints with equal values are sorted by step, lowest first. Raises
+        a CheckpointError for another `mode`.
         """
         if mode not in ("min", "max"):
             raise CheckpointError(f"mode={mode!r}, expected 'min' or 'max'.")
@@ -133,8 +153,10 @@ class RunIndex:
 
         def rank(entry: IndexEntry) -> tuple[bool, float]:
             value = entry.metrics[monitor]
-            # False sorts before True.
-            return (True, 0.0) if math.isnan(value) else (False, sign * value)
+            # False sorts before True. NaN cannot be sorted, so that 0.0 replaces it.
+            if math.isnan(value):
+                return True, 0.0
+            return False, sign * value
 
         candidates = [entry for entry in self.entries() if monitor in entry.metrics]
         return sorted(candidates, key=rank)
@@ -149,11 +171,12 @@ class RunIndex:
         return entries[-1] if entries else None
 
     def _load(self) -> list[IndexEntry]:
+        """Return the entries of all runs. Rebuild and store a damaged index."""
         path = self._stored_path()
         if not path.is_file():
             return []
         origin = str(inside(self.folder, path.name, str(self.folder)))
-        data = b""
+        data = b""  # remains empty if the file cannot be read
         try:
             data = read_bytes(path, max_bytes=MAX_MANIFEST_BYTES)
             return _parse(data, origin)
@@ -180,11 +203,13 @@ class RunIndex:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        """Return a context that locks the folder, for a change: `_load`, then `_store`."""
         make_folder(self.folder)
         with lock_folder(self.folder):
             yield
 
     def _store(self, entries: list[IndexEntry]) -> None:
+        """Replace the index by the entries of all runs."""
         items = []
         for entry in entries:
             item = asdict(entry)
@@ -192,7 +217,7 @@ class RunIndex:
             item["metrics"] = {name: repr(float(value)) for name, value in entry.metrics.items()}
             items.append(item)
         stored = self._stored_path()
-        if stored != self.path:
+        if stored != self.path:  # the file of an earlier version
             rename(stored, self.path)
         replace_file(self.path, sealed({"format_version": PLAIN_VERSION, "checkpoints": items}))
 
@@ -204,7 +229,9 @@ def _entry_of(name: str, manifest: Manifest, run: str) -> IndexEntry:
 def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntry]:
     """Return the entries of the checkpoints in a folder, from their manifests.
 
-    `runs` has run ids by (name, time of writing), for checkpoints that do not store the id of their run.
+    Args:
+        folder: the folder.
+        runs: run ids by (name, time of writing), for checkpoints that do not store the id of their run.
     """
     entries = []
     for found in find_checkpoints(folder):
@@ -212,10 +239,12 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
         if found.path.is_symlink() or name.startswith("."):
             continue
         try:
-            run = read_checkpoint(found.path, parts=("trainer",)).trainer.get("run_id")
+            run = read_checkpoint(found, parts=("trainer",)).trainer.get("run_id")
         except CheckpointError:
-            run = None  # unknown, so that no run deletes it
-        run = run or runs.get((name, found.manifest.created))
+            run = None
+        if not run:
+            run = runs.get((name, found.manifest.created))
+        # Without an entry, no run deletes the checkpoint.
         if run is not None:
             entries.append(_entry_of(name, found.manifest, run))
     return entries
@@ -223,12 +252,14 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
 
 def _runs_named(data: bytes) -> dict[tuple[str, str], str]:
     """Return the run ids in a damaged index by (name, time of writing). Empty if the index cannot be parsed."""
+    runs = {}
     try:
         with reading(RUN_INDEX):
-            items = load_json(data, RUN_INDEX)["checkpoints"]
-            return {(str(item["name"]), str(item["created"])): str(item["run"]) for item in items}
+            for item in load_json(data, RUN_INDEX)["checkpoints"]:
+                runs[str(item["name"]), str(item["created"])] = str(item["run"])
     except CheckpointError:  # too damaged
         return {}
+    return runs
 
 
 class _OutsideError(CheckpointError):
@@ -236,9 +267,10 @@ class _OutsideError(CheckpointError):
 
 
 def _parse(data: bytes, origin: str) -> list[IndexEntry]:
+    """Return the entries in the bytes of an index. Raise a CheckpointError that names `origin` if it is damaged."""
     is_intact = seal_fits(data)
     if not is_intact:
-        check_not_newer(data, origin)
+        check_not_newer(data, origin)  # a newer format may have another seal
     with reading(origin, "is damaged"):
         values = load_json(data, origin)
         if not isinstance(values, dict):
@@ -252,6 +284,7 @@ def _parse(data: bytes, origin: str) -> list[IndexEntry]:
 
 
 def _entry(item: Any, origin: str) -> IndexEntry:
+    """Return an entry from its JSON object. Other errors than `_OutsideError` are converted by `reading`."""
     try:
         name = check_relative(item["name"], origin)
     except CheckpointError as error:

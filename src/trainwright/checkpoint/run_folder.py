@@ -1,8 +1,11 @@
-"""A run's checkpoint folder: index, names of checkpoints, and the newest valid checkpoint."""
+"""A run's checkpoint folder: index, names of checkpoints, and the newest valid checkpoint.
+
+Several runs may share a folder. Methods that name "this run" use its index (`RunIndex`); all other methods use every
+checkpoint in the folder. "Newest" is always by the time of writing, not by the step.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,7 +37,9 @@ OnDamaged = Literal["error", "fall_back"]
 class RunFolder:
     """The folder of a run's checkpoints, which need not exist. Nothing that is read from the disk is cached.
 
-    `run` is the run's id; see `RunIndex`.
+    Args:
+        path: the folder.
+        run: the run's id; see `RunIndex`.
     """
 
     def __init__(self, path: Path, *, run: str = "") -> None:
@@ -49,7 +54,8 @@ class RunFolder:
     def prepare(self) -> None:
         """Call `clean_stale`. Give new checkpoints of this process later times than all checkpoints in the folder."""
         clean_stale(self.path)
-        for found in find_checkpoints(self.path):  # the clock of their run may have been ahead
+        # Their clock may have been ahead. Without a later time, a new checkpoint would not be the newest.
+        for found in find_checkpoints(self.path):
             order_after(found.manifest.created)
 
     def listed(self, wanted: Callable[[IndexEntry], bool]) -> list[OpenResult]:
@@ -81,9 +87,10 @@ class RunFolder:
 
         Raises:
             CheckpointError: a candidate is damaged, and `on_damaged` is `"error"`.
-            NewerFormatError: a candidate has a newer format, and may be the newest checkpoint.
+            NewerFormatError: a candidate has a newer format. It may be the newest checkpoint.
         """
         opened: list[FoundCheckpoint] = []
+        # Damaged manifests are reported first: their times of writing are unknown.
         for path, item in scan(self.path) if candidates is None else candidates:
             if isinstance(item, NewerFormatError):
                 raise item
@@ -94,6 +101,7 @@ class RunFolder:
         opened.sort(key=lambda found: (found.manifest.created, found.manifest.step, found.path.name), reverse=True)
         for found in opened:
             try:
+                # The target of such a link is a candidate itself.
                 if _is_link_within_folder(found.path) or not accepts(found):
                     continue
                 check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
@@ -105,11 +113,12 @@ class RunFolder:
     def older_than(self, path: Path) -> list[OpenResult]:
         """Return the folder's checkpoints, and errors of opening others, that may be older than the checkpoint `path`.
 
-        If the time of writing of `path` is unreadable, these are all except `path` itself.
+        If the time of writing of `path` is unreadable, these are all except `path` itself. Checkpoints that cannot be
+        opened are included, because their times of writing are unknown.
         """
         true_path = os.path.realpath(path)
-        others = []
-        created = None
+        others: list[OpenResult] = []
+        created = None  # time of writing of `path`
         for other, item in scan(self.path):
             if os.path.realpath(other) != true_path:
                 others.append((other, item))
@@ -117,16 +126,17 @@ class RunFolder:
                 created = item.manifest.created
         if created is None:
             return others
-        return [
-            (other, item)
-            for other, item in others
-            if not isinstance(item, FoundCheckpoint) or item.manifest.created < created
-        ]
+        older = []
+        for other, item in others:
+            may_be_older = not isinstance(item, FoundCheckpoint) or item.manifest.created < created
+            if may_be_older:
+                older.append((other, item))
+        return older
 
     def find(self, step: int) -> Path | None:
         """Return the path of this run's newest full checkpoint of `step`, or None."""
         names = [entry.name for entry in self.index.entries() if entry.step == step and entry.kind == "full"]
-        return self.path / names[-1] if names else None
+        return self.path / names[-1] if names else None  # entries of one step are sorted by time of writing
 
     def enter(self, found: FoundCheckpoint) -> None:
         """Add a checkpoint of this run to the index if it is missing, because the run was killed before adding it."""
@@ -141,7 +151,11 @@ class RunFolder:
         return {entry.created for entry in self.index.entries() if entry.created > created}
 
     def free_name(self, name: str) -> str:
-        """Return `name` or, if another run has a checkpoint of this name, the first free of `name-v1`, `name-v2`, …"""
+        """Return `name` or, if another run has a checkpoint of this name, the first free of `name-v1`, `name-v2`, …
+
+        A checkpoint in this run's index does not take its name, so that the next save of this name replaces it. Names
+        that other runs have reserved or are writing are taken.
+        """
         taken = names_in(self.path) - {entry.name for entry in self.index.entries()}
         free_name = name
         version = 0
@@ -153,27 +167,33 @@ class RunFolder:
     def reserve(self, name: str) -> Path | None:
         """Reserve a checkpoint's name until the checkpoint is written, because several runs may share the folder.
 
-        Returns a placeholder folder to remove later, or None if it cannot be created.
+        Returns a placeholder folder to remove later, or None if it cannot be created. `free_name` of other runs then
+        does not return the name.
         """
         placeholder = hidden(self.path / name, "tmp")
-        with contextlib.suppress(OSError):  # the save will report the problem
+        try:
             make_folder(self.path, sync=False)
             placeholder.mkdir()
-            return placeholder
-        return None
+        except OSError:
+            return None  # the save will report the problem
+        return placeholder
 
     def link(self, name: str, target: str) -> None:
-        """Atomically create or replace the relative symbolic link `name` to the checkpoint `target` beside it."""
+        """Atomically create or replace the relative symbolic link `name` to the checkpoint `target` beside it.
+
+        Raises a CheckpointError if `name` is a checkpoint instead of a link.
+        """
         link = self.path / name
         if link.is_dir() and not link.is_symlink():
             raise CheckpointError(
                 f"{link} is a checkpoint, written with save_last=True, and is not replaced by a link. Move it away, or "
                 "set save_last=True."
             )
-        partial = link.with_name(f".{name}.link")
-        partial.unlink(missing_ok=True)
-        os.symlink(target, partial, target_is_directory=True)
-        os.replace(partial, link)
+        # `os.symlink` cannot replace a link, so that a new link is renamed.
+        new_link = link.with_name(f".{name}.link")
+        new_link.unlink(missing_ok=True)  # of a process that was killed here
+        os.symlink(target, new_link, target_is_directory=True)
+        os.replace(new_link, link)
 
 
 def newest_valid(
@@ -254,12 +274,11 @@ def open_valid(
     except NewerFormatError:
         raise
     except CheckpointError as error:
-        if isinstance(path, FoundCheckpoint):
-            path = path.path
-        if on_damaged == "error" or not path.is_dir():
+        damaged_folder = path.path if isinstance(path, FoundCheckpoint) else path
+        if on_damaged == "error" or not damaged_folder.is_dir():
             raise
         damage = error
-    true_path = Path(os.path.realpath(path))  # the run's checkpoints are beside a link's target
+    true_path = Path(os.path.realpath(damaged_folder))  # the run's checkpoints are beside a link's target
     folder = RunFolder(true_path.parent)
     replacement = folder.newest(
         folder.older_than(true_path),
@@ -280,6 +299,7 @@ def _is_link_within_folder(path: Path) -> bool:
 
 
 def _skip_damaged(path: Path, damage: Exception, on_damaged: OnDamaged) -> None:
+    """Warn of a damaged checkpoint that is skipped, or with `on_damaged="error"` raise a CheckpointError."""
     what = f"the damaged checkpoint {path}: {damage}"
     if on_damaged == "error":
         raise CheckpointError(f"{what} To skip it, set on_damaged='fall_back'.")

@@ -1,6 +1,11 @@
 """Checkpoints that several ranks write together. Each rank writes its files, and rank 0 publishes the checkpoint.
 
-The ranks exchange messages through the run's `torch.distributed.Store`, from any thread and without collectives.
+1. Rank 0 creates a `Draft` and its folders. Its caller sends the folder's path to the other ranks.
+2. Each rank writes its files into the folder. Each rank except 0 then stores a report under the key
+   `{16 hex digits of the folder's name}/{rank}`: sizes and hashes of its files, or its error.
+3. Rank 0 reads and deletes the reports, writes the manifest and renames the folder.
+
+The ranks exchange reports through the run's `torch.distributed.Store`, from any thread and without collectives.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from trainwright.checkpoint.format.writer import Contents, Draft
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import split_hidden
 
-# Pauses between two looks at the store: short at first, for ranks that report in milliseconds, then doubled.
+# Pauses between two checks of the store: short at first, for ranks that report in milliseconds, then doubled.
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
 
@@ -55,7 +60,7 @@ class SaveGroup:
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s
-        self._hurry_until_s: float | None = None
+        self._hurry_until_s: float | None = None  # value of `time.monotonic()`; None until `hurry` is called
 
     def hurry(self, seconds: float) -> None:
         """Limit rank 0's wait for other ranks to `seconds` from now, because ranks may have failed. Thread-safe."""
@@ -64,8 +69,9 @@ class SaveGroup:
     def write_share(self, folder: Path, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write this rank's files into the draft's folder, which rank 0 created, and report them or an error to rank 0.
 
-        Blocks until the files are synced. Call it on every rank except 0. Not collective. Raises a CheckpointError if
-        the report cannot be sent.
+        Blocks until the files are synced. Call it on every rank except 0. Not collective. An error of writing is not
+        raised here, but on rank 0. Raises a CheckpointError if the report cannot be sent. See `write_files` for
+        `quiet`.
         """
         try:
             report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, quiet=quiet))}
@@ -79,8 +85,12 @@ class SaveGroup:
     def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write rank 0's files, wait for the reports of all other ranks, and publish the checkpoint. Not collective.
 
+        The draft is closed, also after an error. See `write_files` for `quiet`.
+
         Raises:
-            CheckpointError: a rank could not write, or did not report within the timeout. The message names the rank.
+            CheckpointError: another rank could not write, or did not report within the timeout (the message names the
+                rank), or an error of `Draft.publish`.
+            OSError: rank 0 could not write.
         """
         with draft:
             entries = draft.write(contents, quiet=quiet)
@@ -107,6 +117,7 @@ class SaveGroup:
         return entries
 
     def _check_timeout(self, waiting: set[int], begun_s: float) -> None:
+        """Raise an error if the ranks `waiting` have not reported in time. `begun_s` is when the wait began."""
         now_s = time.monotonic()
         if now_s > begun_s + self._timeout_s:
             limit = f"within {self._timeout_s:g} s (the strategy's timeout)"
@@ -121,6 +132,7 @@ class SaveGroup:
 
 
 def _key(folder: Path, rank: int) -> str:
+    """Return the key of a rank's report about the files in a draft's folder."""
     assert split_hidden(folder.name) is not None  # its random digits are unique to this save
     return f"{folder.name.rpartition('-')[2]}/{rank}"
 
@@ -130,6 +142,7 @@ def _to_json(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
 
 
 def _read_report(rank: int, data: bytes, folder: Path) -> dict[str, FileEntry]:
+    """Return the entries in a rank's report, after a check of the files. Raise the error in the report, if any."""
     report = json.loads(data)
     if "error" in report:
         raise CheckpointError(f"rank {rank} could not write its files: {report['error']}")

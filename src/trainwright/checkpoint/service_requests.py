@@ -27,6 +27,7 @@ def service_errors(url: str, verb: str) -> Iterator[None]:
     """Convert errors of a service within the context to `CheckpointError`s.
 
     FileNotFoundError is only converted in writes. In other requests it is an ordinary result, which callers expect.
+    `TrainwrightError`s and exceptions that are not an `Exception`, such as KeyboardInterrupt, are not converted.
 
     Args:
         url: address of the file or folder, for the error.
@@ -39,7 +40,7 @@ def service_errors(url: str, verb: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FileNotFoundError) and verb != "write":
             raise
-        # Exceptions of services (botocore, aiohttp, ftplib) need not be OSErrors.
+        # All classes, since exceptions of services (botocore, aiohttp, ftplib) need not be OSErrors.
         problem = f"{type(error).__name__}: {error}".rstrip(".")
         hint = ""
         if _REFUSED.search(problem):
@@ -52,7 +53,8 @@ def answer(request: Callable[[], Result]) -> Result:
     """Return the result of a small request to a service, which runs in another thread.
 
     Raises:
-        TimeoutError: there is no result after `ANSWER_SECONDS`.
+        TimeoutError: there is no result after `ANSWER_SECONDS`, or the request itself raises it.
+        Exception: any other error of the request.
     """
     future: Future[Result] = Future()
 
@@ -67,8 +69,9 @@ def answer(request: Callable[[], Result]) -> Result:
     try:
         return future.result(ANSWER_SECONDS)
     except TimeoutError as error:
+        # `Future.result` raises the same class for its own limit and for a time-out of the service's client.
         if future.done():
-            raise  # the client's own time-out
+            raise  # the client's time-out
         raise TimeoutError(
             f"the service did not answer within {ANSWER_SECONDS:g} s. Check the network and the service's address"
         ) from error

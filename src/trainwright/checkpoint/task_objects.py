@@ -14,7 +14,7 @@ from trainwright.core.errors import CheckpointError
 TASK_OBJECTS = "task_objects"  # key of a checkpoint's trainer part: descriptions by name
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # `training`, `_parameters`, `_forward_hooks` and so on
-_MOST_VALUES = 1000  # in the description of a buffer, such as the class weights of a loss
+_MAX_VALUES = 1000  # in the description of a buffer, such as the class weights of a loss
 
 
 def describe(value: object) -> str:
@@ -25,11 +25,11 @@ def describe(value: object) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, (type, types.FunctionType)):
-        # A function without a name of its own, or defined in another function, has no text that identifies it.
+        # "<" is in `f.<locals>.g`, a function in a function, and in `<lambda>`. Such names do not identify a function.
         return "" if "<" in value.__qualname__ else f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor):
-        has_values = not value.is_meta and value.numel() <= _MOST_VALUES
-        return str(value.tolist()) if has_values else ""
+        has_few_values = not value.is_meta and value.numel() <= _MAX_VALUES
+        return str(value.tolist()) if has_few_values else ""
     if isinstance(value, torch.nn.Module):
         return _describe_module(value)
     return ""
@@ -37,7 +37,9 @@ def describe(value: object) -> str:
 
 def _describe_module(module: torch.nn.Module) -> str:
     """Return the class of a module with its attributes, buffers and children, or "" if they do not determine it."""
-    if next(module.parameters(), None) is not None:  # the weights of a checkpoint determine it
+    # A description contains no weights, which determine the results of such a module.
+    has_parameters = next(module.parameters(), None) is not None
+    if has_parameters:
         return ""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(hooks):
@@ -55,9 +57,10 @@ def _describe_module(module: torch.nn.Module) -> str:
 
 
 def equal_objects(task: Any, descriptions: Mapping[str, str]) -> dict[str, Any]:
-    """Return the objects that `task` would add to a checkpoint now, where they agree with their descriptions.
+    """Return the objects that `task` would add to a checkpoint now and that have the saved descriptions, by name.
 
-    Calls `task.on_save_checkpoint` with the weights alone, and without a Trainer when a task is loaded.
+    Calls `task.on_save_checkpoint` with the weights alone, and without a Trainer when a task is loaded. If it raises an
+    error, the result is empty.
 
     Args:
         task: the task into which a checkpoint is loaded.
@@ -65,21 +68,24 @@ def equal_objects(task: Any, descriptions: Mapping[str, str]) -> dict[str, Any]:
     """
     if not descriptions:
         return {}
-    added: dict[str, Any] = {"state_dict": task.state_dict(), "epoch": 0, "global_step": 0}
+    checkpoint: dict[str, Any] = {"state_dict": task.state_dict(), "epoch": 0, "global_step": 0}
     try:
-        task.on_save_checkpoint(added)
-    except Exception:  # noqa: BLE001 -- it may need a Trainer or other entries; then there is no object to compare
+        task.on_save_checkpoint(checkpoint)
+    except Exception:  # noqa: BLE001 -- it may need a Trainer or other entries; then no object can be compared
         return {}
     equal = {}
-    for name, text in descriptions.items():
-        if text and name in added and describe(added[name]) == text:
-            equal[name] = added[name]
+    for name, description in descriptions.items():
+        is_comparable = description != "" and name in checkpoint
+        if is_comparable and describe(checkpoint[name]) == description:
+            equal[name] = checkpoint[name]
     return equal
 
 
 @contextlib.contextmanager
 def objects_named_in_errors(task: object, descriptions: Mapping[str, str]) -> Iterator[None]:
-    """Replace the KeyError of `on_load_checkpoint` for an object by an error that describes the object."""
+    """Return a context that replaces the KeyError of `on_load_checkpoint` for an object in `descriptions` by a
+    CheckpointError that describes the object.
+    """
     try:
         yield
     except KeyError as error:

@@ -13,15 +13,17 @@ from types import TracebackType
 
 import xxhash
 
-CHUNK_BYTES = 8 * 2**20
-_WRITEBACK_BYTES = 32 * 2**20
+CHUNK_BYTES = 8 * 2**20  # read, hashed or written in one call
+_WRITEBACK_BYTES = 32 * 2**20  # written between two requests to write them to the disk
 _THREAD_FROM_BYTES = 16 * 2**20  # a thread slows smaller files down
 DIRECT_FROM_BYTES = 4 * 2**20  # files of at least this size are aligned for writing with O_DIRECT
 DISK_BLOCK_BYTES = 4096  # O_DIRECT needs addresses, offsets and lengths that are multiples of it
 
 FaultHook = Callable[[str, Path], None]
 _fault_hook: FaultHook | None = None
-_unsynced: list[Path] = []  # folders with new names that may not be on the disk
+# Folders with new names that may not be on the disk. `make_folder(sync=False)` adds them, and `sync_new_folders` syncs
+# them.
+_unsynced: list[Path] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +71,20 @@ class HashingFile:
 
     Args:
         path: path of the file, which must not exist.
-        size: number of bytes that will be written, if known. Large files are hashed in a second thread.
+        size: number of bytes that will be written, if known. Large files are hashed in a second thread. Default: 0,
+            which hashes in the calling thread.
 
     Attributes:
-        entry: size and hash of the written bytes. Set by `finish` or at the end of the `with` block.
+        entry: size and hash of the written bytes. Set by `finish` or at the end of the `with` block. Until then, the
+            size is 0 and the hash is empty.
     """
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
         self.path = path
         self.entry = FileEntry(0, "")
         self._hash = _Hash(in_thread=size >= _THREAD_FROM_BYTES)
-        self._size = 0
-        self._synced = False
+        self._size = 0  # bytes that `write` has received
+        self._synced = False  # set by `sync`, so that the end of the `with` block does not sync again
         self._written_back = 0  # bytes that the system has begun to write to the disk
 
     def __enter__(self) -> HashingFile:
@@ -93,7 +97,7 @@ class HashingFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append `data`, which must not change before the file is closed."""
+        """Append `data`, which must not change before the file is closed if a second thread hashes it."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
@@ -139,12 +143,15 @@ class HashingFile:
 
 
 class _Hash:
-    """The XXH3 hash of consecutive chunks. With `in_thread`, a second thread computes it, at most one chunk later."""
+    """The XXH3 hash of consecutive chunks. With `in_thread`, a second thread computes it, at most one chunk later.
+
+    xxhash releases the GIL, so that a chunk is hashed while it is written.
+    """
 
     def __init__(self, *, in_thread: bool) -> None:
         self._digest = xxhash.xxh3_128()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainwright-hash") if in_thread else None
-        self._last: Future[None] | None = None
+        self._last: Future[None] | None = None  # the chunk that the thread hashes, or has hashed last
 
     def update(self, chunk: memoryview) -> None:
         """Add a chunk, which must not change before `finish`."""
@@ -163,7 +170,10 @@ class _Hash:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write `data` to the new file `path` and wait until it is on the disk."""
+    """Write `data` to the new file `path`, wait until it is on the disk, and return its size and hash.
+
+    Raises FileExistsError if the file exists.
+    """
     with HashingFile(path) as file:
         file.write(data)
     return file.entry

@@ -42,9 +42,9 @@ class HostBuffers:
 
     def __init__(self, *, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or min(4, usable_cores())
-        self._blocks: list[torch.Tensor] = []
-        self._starts: list[int] = []  # of each block, in bytes from the first one's beginning
-        self._pinned = False
+        self._blocks: list[torch.Tensor] = []  # of uint8, filled as if they were one vector
+        self._starts: list[int] = []  # position of each block's first byte in this vector
+        self._pinned = False  # True once a save needed pinned memory. All blocks are then pinned
 
     @property
     def num_bytes(self) -> int:
@@ -70,37 +70,42 @@ class HostBuffers:
             The remaining copies, which are of the tensors that were left out. Call `finish` of the result before these
             files are read or these tensors change. None if no copies remain.
         """
-        starts: dict[int, int] = {}
-        end = 0
         # Files at rest come last: the memory that `fillings` has prepared is for the copies that training waits for.
-        for file in sorted(files, key=lambda file: file.state_rests):
+        ordered = sorted(files, key=lambda file: file.state_rests)
+        starts: list[int] = []  # position in the buffers of the first tensor byte of each file
+        end = 0
+        for file in ordered:
             size = file.num_tensor_bytes
             alignment = DISK_BLOCK_BYTES if size >= DIRECT_FROM_BYTES else _ALIGNMENT
             # Rounded up: after 100 bytes, the next multiple of 64 is 128.
-            starts[id(file)] = -(-end // alignment) * alignment
-            end = starts[id(file)] + size
+            start = -(-end // alignment) * alignment
+            starts.append(start)
+            end = start + size
         devices: set[torch.device] = set()  # with asynchronous copies
-        for file in files:
+        for file in ordered:
             devices.update(tensor.device for tensor in file.tensors if properties(tensor.device.type).copies_beside)
         self.reserve(end, pinned=bool(devices))
         now: list[Copy] = []
         later: list[Copy] = []
-        resting: list[torch.Tensor] = []
-        for file in files:
+        later_tensors: list[torch.Tensor] = []
+        for file, start in zip(ordered, starts, strict=True):
             may_wait = may_copy_later and file.state_rests
-            resting += self._place(file, starts[id(file)], now, later if may_wait else None)
+            later_tensors += self._place(file, start, now, later if may_wait else None)
         copy_now(now, self._num_threads)  # devices copy at the same time
         for device in devices:
             torch.accelerator.synchronize(device)
-        for file in files:
-            ranges = self._ranges(starts[id(file)], file.num_tensor_bytes)
+        for file, start in zip(ordered, starts, strict=True):
+            ranges = self._ranges(start, file.num_tensor_bytes)
             file.staged = [memoryview(host_bytes(part)) for part in ranges]
             file.tensors = []
-        return LaterCopy(later, resting) if later else None
+        return LaterCopy(later, later_tensors) if later else None
 
     def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy] | None) -> list[torch.Tensor]:
-        """Copy a file's tensors or add their copies to `now` or `later`. Return the tensors of those in `later`."""
-        resting: list[torch.Tensor] = []
+        """Copy a file's tensors or add their copies to `now` or `later`. Return the tensors of those in `later`.
+
+        Copies from devices start here. `later=None` adds all copies of host tensors to `now`.
+        """
+        later_tensors: list[torch.Tensor] = []
         for tensor in file.tensors:
             size = tensor.numel() * tensor.element_size()
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
@@ -110,12 +115,15 @@ class HostBuffers:
                 self._add_copies(tensor.data_ptr(), position, size, now)
             else:
                 self._add_copies(tensor.data_ptr(), position, size, later)
-                resting.append(tensor)
+                later_tensors.append(tensor)
             position += size
-        return resting
+        return later_tensors
 
     def reserve(self, num_bytes: int, *, pinned: bool = False) -> None:
-        """Allocate blocks until there are at least `num_bytes`. With `pinned`, unpinned blocks are freed first."""
+        """Allocate blocks until there are at least `num_bytes`. With `pinned`, unpinned blocks are freed first.
+
+        Blocks that are added after a pinned save are pinned, too.
+        """
         if pinned and not self._pinned:
             self.release()
         self._pinned |= pinned
@@ -135,13 +143,17 @@ class HostBuffers:
         On a virtual machine, mapping can take seconds for a gigabyte. Do not call these functions after `stage`.
         """
         for block in self._blocks:
-            for done in range(0, block.numel(), _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, block.numel() - done)
-                yield partial(_fill, block, done, size)
+            for offset in range(0, block.numel(), _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, block.numel() - offset)
+                yield partial(_fill, block, offset, size)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Yield the locations of `count` bytes from `start` on: block, offset in the block, and length."""
-        number = bisect.bisect_right(self._starts, start) - 1
+        """Yield the locations of `count` bytes from `start` on: block, offset in the block, and length.
+
+        With two blocks of 64 MB, 10 MB from 60 MB on are the last 4 MB of the first block and the first 6 MB of the
+        second one.
+        """
+        number = bisect.bisect_right(self._starts, start) - 1  # the block that contains the byte `start`
         while count:
             block = self._blocks[number]
             offset = start - self._starts[number]
@@ -156,11 +168,15 @@ class HostBuffers:
         return [block[offset : offset + length] for block, offset, length in self._spans(start, count)]
 
     def _add_copies(self, source: int, position: int, size: int, copies: list[Copy]) -> None:
-        """Add the copies of `size` bytes at the address `source`, in chunks. Uses plain integers, which are fast."""
+        """Add the copies of `size` bytes from the address `source` to `position`, in chunks.
+
+        Uses addresses instead of views, which take longer to create.
+        """
         for block, offset, length in self._spans(position, size):
             target = block.data_ptr() + offset
-            for done in range(0, length, _CHUNK_BYTES):
-                copies.append((target + done, source + done, min(_CHUNK_BYTES, length - done)))
+            for chunk_start in range(0, length, _CHUNK_BYTES):
+                chunk_size = min(_CHUNK_BYTES, length - chunk_start)
+                copies.append((target + chunk_start, source + chunk_start, chunk_size))
             source += length
 
     def _gather(self, tensor: torch.Tensor, position: int, size: int) -> None:
@@ -170,13 +186,15 @@ class HostBuffers:
         if on_host and len(ranges) == 1:
             ranges[0].view(tensor.dtype).view(tensor.shape).copy_(tensor)  # without a contiguous copy
             return
-        # The device runs operations in order, so that the memory of `flat` is read before it is reused.
+        # `flat` is freed before an asynchronous copy ends. The device runs operations in order, so that the memory is
+        # read before it is reused.
         flat = flat_bytes(tensor.detach().resolve_neg().contiguous())
         for target, part in zip(ranges, torch.split(flat, [len(part) for part in ranges]), strict=True):
             target.copy_(part, non_blocking=properties(tensor.device.type).copies_beside)
 
 
 def _fill(block: torch.Tensor, offset: int, size: int) -> None:
+    """Write zeros to a range of a block."""
     ctypes.memset(block.data_ptr() + offset, 0, size)  # ctypes releases the GIL
 
 

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-Copy = tuple[int, int, int]  # target address, source address, number of bytes
+# Target address, source address, number of bytes. A plain tuple, since a save has one for each 8 MB and each tensor.
+Copy = tuple[int, int, int]
 
-_WORTH_A_THREAD = 64 * 2**20  # bytes
+_THREADS_FROM_BYTES = 64 * 2**20  # starting threads takes longer than a smaller copy
 
 
 def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
@@ -22,26 +23,31 @@ def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
     # ctypes releases the GIL. torch's own copy divides each tensor among all its threads and waits for the slowest,
     # which takes twice as long if another process needs a core.
     remaining = iter(copies)  # shared: each thread takes the next copy when it is free
-    if num_threads == 1 or sum(size for _, _, size in copies) < _WORTH_A_THREAD:
+    if num_threads == 1 or sum(size for _, _, size in copies) < _THREADS_FROM_BYTES:
         _copy_all(remaining)
         return
     with ThreadPoolExecutor(num_threads - 1, thread_name_prefix="trainwright-copy") as pool:
         running = [pool.submit(_copy_all, remaining) for _ in range(num_threads - 1)]
         _copy_all(remaining)
-    for done in running:
-        done.result()
+    for future in running:
+        future.result()  # raises the error of a thread
 
 
 class LaterCopy:
-    """Copies that are made when a thread calls `finish`. Their sources, `tensors`, must not change before this call."""
+    """Copies that are made when a thread calls `finish`.
+
+    Args:
+        copies: the copies.
+        tensors: the sources of the copies, which are kept alive until `finish` returns. They must not change before.
+    """
 
     def __init__(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
         self._remaining = iter(copies)
         # `detach` shares memory and version, and keeps the memory when `tensor.data` is replaced.
         self._versions = [(tensor.detach(), tensor._version) for tensor in tensors]
-        self._idle = threading.Condition()
+        self._idle = threading.Condition()  # protects `_num_busy`, and signals that a thread has ended its copies
         self._num_busy = 0  # threads that may be copying
-        self._unchanged: bool | None = None  # None: not finished
+        self._unchanged: bool | None = None  # the result of `finish`; None until all copies are made
 
     def finish(self) -> bool:
         """Run the remaining copies, wait for other threads, and return whether the tensors were unchanged.
@@ -52,6 +58,7 @@ class LaterCopy:
             return self._unchanged
         with self._idle:
             self._num_busy += 1
+        # Threads share the iterator: each takes the next copy when it is free.
         try:
             _copy_all(self._remaining)
         finally:
@@ -59,14 +66,16 @@ class LaterCopy:
                 self._num_busy -= 1
                 self._idle.notify_all()
         with self._idle:
-            self._idle.wait_for(lambda: not self._num_busy)
-            if self._unchanged is None:
+            self._idle.wait_for(lambda: self._num_busy == 0)
+            if self._unchanged is None:  # the first thread that gets here
+                # In-place operations increase the version counter of a tensor.
                 self._unchanged = all(tensor._version == version for tensor, version in self._versions)
-                self._versions = []
+                self._versions = []  # frees the tensors
             return self._unchanged
 
 
 def _copy_all(copies: Iterator[Copy]) -> None:
+    """Make copies until the iterator, which other threads may use too, is exhausted."""
     move = ctypes.memmove
     for target, source, size in copies:
         move(target, source, size)

@@ -33,12 +33,14 @@ class LowPriorityFile(HashingFile):
     def __init__(self, path: Path, *, size: int, quiet: LowPriorityThread) -> None:
         super().__init__(path)
         self._quiet = quiet
-        self._planned = size
+        self._planned_size = size
+        # Second file descriptor of the file, with O_DIRECT. None if the system does not support it or the file is
+        # small. All data is then written through the page cache by `_quiet`.
         self._direct: int | None = None
 
     def __enter__(self) -> LowPriorityFile:
         super().__enter__()
-        if self._planned >= DIRECT_FROM_BYTES:
+        if self._planned_size >= DIRECT_FROM_BYTES:
             self._direct = _open_direct(self.path)
         return self
 
@@ -48,7 +50,7 @@ class LowPriorityFile(HashingFile):
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
             self._quiet.put(partial(self._hash.update, chunk))
-            position = self._size
+            position = self._size  # of the chunk in the file
             self._size += len(chunk)
             num_written = self._write_direct(chunk, position)
             if num_written == len(chunk):
@@ -60,10 +62,14 @@ class LowPriorityFile(HashingFile):
                 write_rest()  # the header, or the incomplete block at the end
 
     def _write_direct(self, chunk: memoryview, position: int) -> int:
-        """Write a chunk's complete disk blocks with O_DIRECT. Return the number of these bytes, or 0."""
-        count = len(chunk) - len(chunk) % DISK_BLOCK_BYTES
-        aligned = position % DISK_BLOCK_BYTES == 0 and _address(chunk) % DISK_BLOCK_BYTES == 0
-        if self._direct is None or not count or not aligned:
+        """Write a chunk's complete disk blocks with O_DIRECT. Return the number of these bytes, or 0.
+
+        It is 0 without O_DIRECT, and for chunks whose position or address is not a multiple of a block, such as the
+        header. It is lower if the disk is full or the file system rejects O_DIRECT.
+        """
+        count = len(chunk) - len(chunk) % DISK_BLOCK_BYTES  # 8292 bytes have 2 complete blocks: 8192 bytes
+        is_aligned = position % DISK_BLOCK_BYTES == 0 and _address(chunk) % DISK_BLOCK_BYTES == 0
+        if self._direct is None or not count or not is_aligned:
             return 0
         written = 0
         try:
@@ -74,6 +80,7 @@ class LowPriorityFile(HashingFile):
                     if more % DISK_BLOCK_BYTES:  # the disk may be full: the page cache reports it
                         break
         except OSError as error:
+            # The file system rejects O_DIRECT.
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             self._close_direct()
@@ -82,6 +89,7 @@ class LowPriorityFile(HashingFile):
         return written
 
     def _write_cached(self, chunk: memoryview, position: int) -> None:
+        """Write a chunk at a position through the page cache."""
         written = 0
         with naming(self.path):
             while written < len(chunk):  # an unbuffered write may be partial
@@ -98,7 +106,7 @@ class LowPriorityFile(HashingFile):
     def sync(self) -> None:
         """Wait until the file's bytes are on the disk. Its name is on the disk once its folder has been synced."""
         if self._direct is None:
-            self._quiet.finish()
+            self._quiet.finish()  # it may still have data to write
         super().sync()
 
     def __exit__(
@@ -109,7 +117,7 @@ class LowPriorityFile(HashingFile):
                 if kind is None:
                     if not self._synced:
                         self.sync()
-                    self._quiet.finish()
+                    self._quiet.finish()  # before `finish`, since it may still have chunks to hash
                     self.finish()
             finally:
                 self._quiet.drop()  # after an error, write nothing more
@@ -132,4 +140,5 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _address(chunk: memoryview) -> int:
+    """Return the memory address of a chunk's first byte."""
     return int(np.frombuffer(chunk, dtype=np.uint8).ctypes.data)

@@ -48,16 +48,20 @@ class LowPriorityThread:
     One thread, the owner, adds work with `put` and calls `finish` to wait until all work is done. On a busy machine a
     low-priority thread may rarely run, and unprivileged users cannot increase its priority. After `hurry` the owner
     therefore runs the remaining work itself. Each function should be short and release the GIL.
+
+    Both threads take work from the queue only while they hold `_running`, so that functions run one at a time and in
+    order. `put`, `rest`, `finish` and `drop` are for the owner.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Work] = deque()
         self._running = threading.Lock()  # held while a function is chosen and run
-        self._changed = threading.Condition()  # signals changes of the queue and of the three attributes below
-        self._hurried = True  # before `start`, the owner runs everything
-        self._ended = False
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        # Signals changes of the queue, `_hurried` and `_ended`. Adding to a deque and clearing it needs no lock.
+        self._changed = threading.Condition()
+        self._hurried = True  # True: the owner runs all work. Set until `start`, and by `hurry`
+        self._ended = False  # set by `end`: the thread returns
+        self._error: BaseException | None = None  # of the first function that failed, until `finish` raises it
+        self._thread: threading.Thread | None = None  # None until `start`
 
     def start(self) -> None:
         """Start the thread. This fails once the interpreter is exiting."""
@@ -115,6 +119,7 @@ class LowPriorityThread:
         return self._hurried or not threading.main_thread().is_alive()
 
     def _run(self) -> None:
+        """Run the queue until `end`, except after `hurry`; the function of the thread."""
         run_at_lowest_priority()
         while True:
             with self._changed:
@@ -124,9 +129,10 @@ class LowPriorityThread:
             self._do_next()
             if not self._queue:
                 with self._changed:
-                    self._changed.notify_all()
+                    self._changed.notify_all()  # for `rest`
 
     def _do_all(self) -> None:
+        """Run the queue in the calling thread."""
         while self._do_next():
             pass
 

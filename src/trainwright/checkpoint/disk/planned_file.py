@@ -27,7 +27,7 @@ class Weight:
     Attributes:
         like: meta tensor with the shape and dtype of the weight.
         read: yields the weight's elements in order as 1-D CPU tensors. Successive tensors may share one buffer.
-        in_memory: the tensor, if it is in memory.
+        in_memory: the tensor, if it is in memory. Default: None.
     """
 
     like: torch.Tensor
@@ -61,13 +61,17 @@ def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 class PlannedFile:
     """One file, ready to be written.
 
+    After the head, the file has bytes of one source: `tensors`, `staged` or `streamed`. The others are empty.
+
     Attributes:
         path: path relative to the checkpoint folder.
         head: first bytes of the file: the complete JSON file, or the length and the header of a safetensors file.
         tensors: the tensors that follow the head without gaps, in this order, on any device. They are not copies.
-        staged: copies of the tensors' bytes in host memory, as consecutive ranges; `tensors` is then empty.
-        streamed: weights that are read while the file is written. `tensors` is then empty.
-        state_rests: True if nothing changes the tensors before the next step of an optimizer.
+        staged: copies of the tensors' bytes in host memory, as consecutive ranges. `HostBuffers.stage` replaces
+            `tensors` by them.
+        streamed: weights that are read while the file is written; see `plan_streamed`.
+        state_rests: True if nothing changes the tensors before the next step of an optimizer. Set by the writer from
+            `Snapshot.state_rests`.
     """
 
     path: str
@@ -80,8 +84,8 @@ class PlannedFile:
     @property
     def num_tensor_bytes(self) -> int:
         """Number of bytes after the head."""
-        likes = self.tensors + [weight.like for weight in self.streamed]
-        num_bytes = sum(like.numel() * like.element_size() for like in likes)
+        tensors = self.tensors + [weight.like for weight in self.streamed]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return num_bytes + sum(len(part) for part in self.staged)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
@@ -133,6 +137,7 @@ def write_files(
 def _write(
     folder: Path, planned: PlannedFile, quiet: LowPriorityThread | None, stack: contextlib.ExitStack
 ) -> HashingFile:
+    """Write a file without waiting for the disk. `stack` syncs and closes the result, and `write_files` syncs it."""
     path = folder / planned.path
     size = len(planned.head) + planned.num_tensor_bytes
     is_quiet = quiet is not None and size >= LOW_PRIORITY_FROM_BYTES

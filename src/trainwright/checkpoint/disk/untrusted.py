@@ -49,9 +49,10 @@ def load_json(data: bytes, origin: str) -> Any:
 
 
 def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return `data`. Raise a `CheckpointError` if it has more than `max_bytes` or more values than can be read again.
+    """Return `data`. Raise a `CheckpointError` if it has more than `max_bytes` or more than `MAX_JSON_VALUES` values.
 
-    The number of values is estimated without parsing: commas and brackets are counted, including those in text.
+    The writer calls it, too, so that it writes nothing that cannot be read again. The number of values is estimated
+    without parsing: commas and brackets are counted, including those in text.
     """
     if len(data) > max_bytes:
         raise CheckpointError(
@@ -80,7 +81,7 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
             raise CheckpointError(
                 f"{path} has {size} bytes, the limit is {max_bytes}. It is damaged or has another format."
             )
-        data = file.read(max_bytes + 1)
+        data = file.read(max_bytes + 1)  # the file may have grown since
     if len(data) > max_bytes:
         raise CheckpointError(
             f"{path} is longer than the limit of {max_bytes} bytes. It is damaged or has another format."

@@ -1,8 +1,17 @@
 """Conversion of state trees (nested plain data with tensors) to JSON and tensors and back, exactly and without pickle.
 
 `encode` converts a state tree to a JSON value and a dict of tensors. The JSON value refers to the tensors by name.
-`decode` reverses this. Values of JSON's own types are written directly. Any other value becomes a JSON object with the
-value's type under the key `"$"`: `{"$": "tuple", "v": [1, 2]}`.
+`decode` reverses this. Values of JSON's own types are written directly. Any other value becomes a node: a JSON object
+with the value's type, its tag, under the key `"$"`, and usually its content under the key `"v"`. For example,
+
+    {"sizes": (1, 2), "exp_avg": tensor}
+
+becomes
+
+    {"sizes": {"$": "tuple", "v": [1, 2]}, "exp_avg": {"$": "tensor", "v": "exp_avg"}}
+
+and the dict `{"exp_avg": tensor}`. To support another type, add it to `_SCALARS` or to `_Encoder.value`, and add its
+tag to `_DECODERS`.
 
 Reading never imports or calls anything that the file names. Only the types in this module can be read.
 """
@@ -50,6 +59,7 @@ TAG = "$"
 # More than real states need, and less than the recursion limits of Python and the JSON parser.
 MAX_DEPTH = 150
 
+# The default factories of a defaultdict that can be saved.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int,
     "float": float,
@@ -67,13 +77,18 @@ _ARRAY_KINDS = _SCALAR_KINDS + "SU"  # bytes and text, too
 # A result of `dtype.str` for these kinds, such as "<f4" or "<M8[ns]". np.dtype alone also parses structured types.
 _ARRAY_DTYPE = re.compile(r"[<>|=]?[a-zA-Z][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 
-
+# Function that returns a sharded tensor for its name, full shape and dtype name; see `find_shards`.
 FindShards = Callable[[str, tuple[int, ...], str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The sources of a tree's tensors: full tensors by name, and optionally a function that returns sharded tensors."""
+    """The sources of a tree's tensors.
+
+    Attributes:
+        tensors: full tensors by name.
+        shards: function that returns sharded tensors. If None, a sharded tensor in the tree raises an error.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     shards: FindShards | None = None
@@ -100,8 +115,9 @@ def encode(
         CheckpointError: the tree has a value of another type, contains itself, or is nested more than 150 levels deep.
             The message names the path, as in `callbacks.EarlyStopping.best`.
     """
-    encoder = _Encoder(root, shards)
-    return encoder.value(tree, root, 0), encoder.tensors
+    encoder = _Encoder(shards)
+    json_value = encoder.value(tree, root, 0)
+    return json_value, encoder.tensors
 
 
 def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShards | None = None) -> Any:
@@ -121,28 +137,37 @@ def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShard
 
 
 def _join(path: str, key: object) -> str:
+    """Return the path of a dict's entry: `optimizer.lr` for a text as key, `optimizer[0]` for other keys."""
     if type(key) is str:
         return f"{path}.{key}" if path else key
     return f"{path}[{key!r}]"
 
 
 def _is_json_object(value: dict[Any, Any]) -> bool:
-    """Return whether a dict can be written as a JSON object that differs from the objects with a type under `TAG`."""
+    """Return whether a dict can be written as a JSON object that cannot be confused with a node."""
     if TAG in value:
         return False
     return all(type(key) is str and is_printable(key) for key in value)
 
 
 class _Encoder:
-    def __init__(self, root: str, shards: dict[str, TensorShards] | None) -> None:
-        self.root = root
+    """One call of `encode`. See `encode` for `shards`.
+
+    Attributes:
+        tensors: the tensors that have been encoded so far, by name.
+    """
+
+    def __init__(self, shards: dict[str, TensorShards] | None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._shards = shards
+        # Ids, since containers are not hashable, and tensors with equal values are different tensors. The tree keeps
+        # all values alive during the call, so that no id is reused.
         self._open: set[int] = set()  # ids of the containers around the current value
-        self._seen: dict[int, Any] = {}  # id of a tensor → its node
+        self._nodes: dict[int, Any] = {}  # id of a tensor or `TensorShards` → its node
 
     def value(self, value: Any, path: str, depth: int) -> Any:
-        kind = type(value)
+        """Return the JSON value for a value at `path`, which is inside `depth` containers."""
+        kind = type(value)  # not isinstance: a subclass would be read back as its base class
         if value is None or kind is bool:
             return value
         encode_scalar = _SCALARS.get(kind)
@@ -171,6 +196,7 @@ class _Encoder:
             self._open.discard(id(value))
 
     def _container(self, value: Any, kind: type, path: str, depth: int) -> Any:
+        """Return the JSON value for a container of type `kind`, whose items are inside `depth` containers."""
         if kind in (list, tuple):
             items = [self.value(item, f"{path}[{index}]", depth) for index, item in enumerate(value)]
             return items if kind is list else {TAG: "tuple", "v": items}
@@ -180,6 +206,7 @@ class _Encoder:
             return {TAG: kind.__name__, "v": sorted(members, key=dump_json)}
         if kind is dict and _is_json_object(value):
             return {key: self.value(item, _join(path, key), depth) for key, item in value.items()}
+        # Dicts with other keys than text, and subclasses of dict.
         pairs = []
         for key, item in value.items():
             encoded_key = self._hashable(key, path, depth)
@@ -208,28 +235,30 @@ class _Encoder:
         return self.value(key, _join(path, key), depth)
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
-        if id(tensor) not in self._seen:
+        """Return the node of a tensor. A tensor that was encoded before, such as a tied weight, has the same node."""
+        if id(tensor) not in self._nodes:
             try:
-                stored, dtype = to_storable(tensor)
+                stored, original_dtype = to_storable(tensor)
             except CheckpointError as error:
                 raise CheckpointError(f"{path or 'the state'}: {error}") from error
             node = {TAG: "tensor", "v": add_named(self.tensors, stored, path)}
-            if dtype is not None:
-                node["dtype"] = dtype
-            self._seen[id(tensor)] = node
-        return self._seen[id(tensor)]
+            if original_dtype is not None:
+                node["dtype"] = original_dtype
+            self._nodes[id(tensor)] = node
+        return self._nodes[id(tensor)]
 
     def _sharded(self, value: TensorShards, path: str) -> Any:
+        """Return the node of a sharded tensor; see `_tensor`."""
         if self._shards is None:
             raise CheckpointError(f"{path or 'the state'} is sharded. Save it with all ranks (see plan_share).")
-        if id(value) not in self._seen:
-            self._seen[id(value)] = {
+        if id(value) not in self._nodes:
+            self._nodes[id(value)] = {
                 TAG: "pieces",
                 "v": add_named(self._shards, value, path),
                 "shape": list(value.shape),
                 "dtype": dtype_name(value.dtype),
             }
-        return self._seen[id(value)]
+        return self._nodes[id(value)]
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
         if array.dtype.kind not in _ARRAY_KINDS:
@@ -244,6 +273,7 @@ class _Encoder:
     def _datetime(self, value: datetime.datetime, path: str) -> Any:
         import zoneinfo
 
+        # `isoformat` contains the UTC offset of a `datetime.timezone`, but not `fold` and not the name of a zone.
         node: dict[str, Any] = {TAG: "datetime", "v": value.isoformat(), "fold": value.fold}
         zone = value.tzinfo
         if isinstance(zone, zoneinfo.ZoneInfo) and zone.key is not None:
@@ -262,7 +292,12 @@ class _Encoder:
 
 
 def add_named(named: dict[str, T], value: T, path: str) -> str:
-    """Add a value to `named` under its path, with a number appended if this name is taken. Return the used name."""
+    """Add a value to `named` under its path, with a number appended if this name is taken. Return the used name.
+
+    The names are `exp_avg`, `exp_avg#2`, `exp_avg#3` and so on. Different values may have the same path: in
+    `{"a.b": one, "a": {"b": other}}`, both have the path `a.b`.
+    """
+    # Lone surrogates, which UTF-8 cannot encode, are replaced by their escape sequences.
     name = path.encode("utf-8", "backslashreplace").decode() or "value"
     unique = name
     count = 1
@@ -286,10 +321,12 @@ def _encode_str(value: str) -> Any:
     return value if is_printable(value) else {TAG: "str", "v": value.encode("utf-8", "surrogatepass").hex()}
 
 
-def _tagged(tag: str, view: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: {TAG: tag, "v": view(value)}
+def _tagged(tag: str, content: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that encodes a value as the node `{"$": tag, "v": content(value)}`."""
+    return lambda value: {TAG: tag, "v": content(value)}
 
 
+# Type → the function that returns the JSON value for a value of this type.
 _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: _encode_int,
     float: _encode_float,
@@ -301,7 +338,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
     np.bytes_: _tagged("npbytes", lambda v: bytes(v).hex()),
     datetime.date: _tagged("date", datetime.date.isoformat),
     datetime.timedelta: _tagged("timedelta", lambda v: [v.days, v.seconds, v.microseconds]),
-    type(pathlib.Path()): _tagged("path", lambda v: _encode_str(str(v))),
+    type(pathlib.Path()): _tagged("path", lambda v: _encode_str(str(v))),  # PosixPath or WindowsPath
     Duration: _tagged("duration", lambda v: [_encode_float(v.value), v.unit]),
     torch.Size: _tagged("size", list),
     torch.dtype: _tagged("dtype", lambda v: str(v).removeprefix("torch.")),
@@ -332,6 +369,7 @@ def _decode(value: object, stores: Stores) -> Any:
 
 
 def _stored(node: Any, stores: Stores) -> torch.Tensor:
+    """Return the tensor that is stored for a node of a tensor or array."""
     name = node["v"]
     if name not in stores.tensors:
         raise CheckpointError(f"the tensor {name!r} of the saved state is missing. Use another checkpoint.")
@@ -345,6 +383,7 @@ def _decode_shards(node: Any, stores: Stores) -> torch.Tensor:
 
 
 def _array_dtype(name: object, kinds: str) -> np.dtype[Any]:
+    """Return the numpy dtype `name`. Raise a ValueError unless its kind is one of the letters `kinds`."""
     if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r} is not a dtype of an array")
     dtype = np.dtype(name)
@@ -356,7 +395,7 @@ def _array_dtype(name: object, kinds: str) -> np.dtype[Any]:
 def _decode_array(node: Any, stores: Stores) -> Any:
     dtype = _array_dtype(node["dtype"], _ARRAY_KINDS)
     shape = tuple(node["shape"])
-    if "v" not in node:
+    if "v" not in node:  # an array of 0 bytes has no stored tensor
         if math.prod(shape) * dtype.itemsize:
             raise ValueError(f"an array of shape {shape} and dtype {dtype} has lost its data")
         return np.ndarray(shape, dtype)
@@ -398,6 +437,7 @@ def _decode_defaultdict(node: Any, stores: Stores) -> Any:
     return defaultdict(factory, _pairs(node, stores))
 
 
+# Tag → the function that returns the value of a node.
 _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
     "tensor": lambda node, stores: from_storable(_stored(node, stores), node.get("dtype")),
     "pieces": _decode_shards,
@@ -431,13 +471,13 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 def plan_tree(
     stem: str, tree: object, *, root: str = "", shards: dict[str, TensorShards] | None = None
 ) -> list[PlannedFile]:
-    """Plan the file `{stem}.json` for a state tree and, if it has tensors, `{stem}.safetensors`. See `encode` for the
-    other arguments.
+    """Plan the file `{stem}.json` for a state tree and, if it has tensors, `{stem}.safetensors`.
 
-    All values except tensors are encoded immediately. Tensors are not copied.
+    All values except tensors are encoded immediately. Tensors are not copied. See `encode` for the other arguments and
+    the errors. Sharded tensors are added to `shards`, and are not in the planned files.
     """
-    value, tensors = encode(tree, root, shards=shards)
-    return plan_pair(stem, value, tensors)
+    json_value, tensors = encode(tree, root, shards=shards)
+    return plan_pair(stem, json_value, tensors)
 
 
 def plan_pair(stem: str, value: object, tensors: Mapping[str, torch.Tensor]) -> list[PlannedFile]:
@@ -450,7 +490,10 @@ def plan_pair(stem: str, value: object, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def read_tree(folder: Path, stem: str, *, copy: bool = True, shards: FindShards | None = None) -> Any:
-    """Read the files of `plan_tree` in `folder`. Tensors are on the CPU, with `copy=False` mapped from the file."""
+    """Read the files of `plan_tree` in `folder`. Tensors are on the CPU, with `copy=False` mapped from the file.
+
+    `shards` returns the sharded tensors; see `find_shards`. If it is None, a sharded tensor raises an error.
+    """
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():
         raise CheckpointError(f"{path} is missing. Copy it again, or use another checkpoint.")

@@ -35,7 +35,7 @@ MODEL_STEM = f"{MODEL_FOLDER}/state"  # of a sharded model
 OPTIMIZER_FOLDER = "optimizer"
 RNG_FOLDER = "rng"
 TRAINER_STEM = "trainer"
-PROGRESS = "progress"  # the key of trainer.json under which `Snapshot.state` is stored
+PROGRESS = "progress"  # the key in trainer.json under which `Snapshot.state` is stored
 # Hidden, so that programs which list a folder of checkpoints find checkpoints only.
 RUN_INDEX = ".index.json"
 EARLIER_RUN_INDEX = "index.json"  # the name until the index was hidden
@@ -46,16 +46,18 @@ TOP_LEVEL = frozenset(
 # Writer and readers use the same limit. With one file per rank, 10,000 ranks need a manifest of 8 MB.
 MAX_MANIFEST_BYTES = 16 * 2**20
 Kind = Literal["full", "weights"]
+# Kind → names of its parts. "full" has all parts.
 PARTS: dict[Kind, tuple[str, ...]] = {
     "full": ("trainer", "model", "optimizer", "rng"),
     "weights": ("trainer", "model"),
 }
 
+# The end of a sealed file, see `sealed`. The group is the hash.
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{32})"\n}\n\Z')
 _SEAL_BYTES = 46  # length of a match of `_SEAL`
-_UNSEALED = "0" * 32
+_UNSEALED = "0" * 32  # in the place of the hash while the hash is computed
+# The beginning of a sealed file. The group is the format version.
 _VERSION = re.compile(rb'\s*{\s*"format_version":\s*([0-9]{1,9})\b')
-
 
 FORMAT_VERSION = 2  # the newest version that can be read
 PLAIN_VERSION = 1  # of checkpoints with full tensors only, and of indices
@@ -76,7 +78,10 @@ class NewerFormatError(CheckpointError):
 
 
 def upgraded(trees: Trees, version: int) -> Trees:
-    """Return the trees of a checkpoint with format `version`, converted to the newest format; see `UPGRADES`."""
+    """Return the trees of a checkpoint with format `version`, converted to the newest format; see `UPGRADES`.
+
+    Raises a CheckpointError if the version is older than the oldest one that can be converted.
+    """
     for number in range(version, FORMAT_VERSION):
         if number not in UPGRADES:
             raise CheckpointError(f"format_version={version} is older than this Trainwright can read.")
@@ -103,7 +108,12 @@ def check_format_version(version: object, origin: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a checkpoint: files by path relative to the checkpoint folder, and whether a resume needs the part."""
+    """Part of a checkpoint.
+
+    Attributes:
+        files: size and hash of each file by its path, relative to the checkpoint folder.
+        required: True if reading fails without the part. All parts that are written now are required.
+    """
 
     files: dict[str, FileEntry]
     required: bool = True
@@ -137,10 +147,11 @@ class Manifest:
     format_version: int = PLAIN_VERSION
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as JSON; see `sealed`."""
+        """Return the manifest as JSON; see `sealed`. Raise a CheckpointError if it is longer than readers accept."""
         values = asdict(self)
         # JSON has no NaN; text keeps it readable and exact.
         values["metrics"] = {name: repr(float(value)) for name, value in self.metrics.items()}
+        # The first entry, so that `check_not_newer` finds it in a format whose rest is unknown.
         values = {"format_version": values.pop("format_version"), **values}
         return check_json_size(sealed(values), MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
 
@@ -149,9 +160,11 @@ class Manifest:
         """Parse the result of `to_bytes`. Error messages name `origin` as the file.
 
         Raises:
-            CheckpointError: the manifest was changed, has a newer format, or names a file outside its folder.
+            NewerFormatError: the manifest has a newer format.
+            CheckpointError: the manifest was changed, or names a file outside its folder.
         """
         if not seal_fits(data):
+            # A newer format may have another seal.
             check_not_newer(data, origin)
             raise CheckpointError(
                 f"{origin} was changed or truncated after it was written: its seal does not match. "
@@ -170,6 +183,7 @@ class Manifest:
 
     @classmethod
     def _from_values(cls, values: dict[str, Any], version: int) -> Manifest:
+        """Return the manifest for its JSON object. `from_bytes` converts the exceptions of invalid values."""
         parts = {}
         for name, part in values["parts"].items():
             if name not in PARTS["full"]:
@@ -201,19 +215,24 @@ class Manifest:
 
 
 def _count(value: object) -> int:
+    """Return a number from a file, after a check of its type and range."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r} where a count was expected")
     return value
 
 
 def _text(value: object) -> str:
+    """Return text from a file, after a check of its type."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} where text was expected")
     return value
 
 
 def sealed(values: dict[str, Any]) -> bytes:
-    """Return an object as JSON with the last entry `"seal"`: the hash of the text in which the seal is all zeros."""
+    """Return an object as JSON with the last entry `"seal"`: the hash of the text in which the seal is all zeros.
+
+    The seal detects accidental changes. It does not detect forgery, since anyone can compute a seal.
+    """
     text = dump_json({**values, "seal": _UNSEALED}, indent=2).encode() + b"\n"
     digest = xxhash.xxh3_128_hexdigest(text)
     return _SEAL.sub(f'"seal": "{digest}"\n}}\n'.encode(), text)
@@ -252,7 +271,8 @@ def numbered(files: Iterable[str], folder: str, stem: str) -> list[str]:
     return [f"{folder}/{stem}-{number:05d}" for number in numbers]
 
 
-_newest = ""  # time of writing of the newest checkpoint that this process knows
+# Time of writing of the newest checkpoint that this process knows, in ISO 8601. Empty before the first one.
+_newest = ""
 
 
 def order_after(created: str) -> None:
@@ -261,7 +281,7 @@ def order_after(created: str) -> None:
     _newest = max(_newest, created)
 
 
-_LAST_YEAR = datetime.MAXYEAR
+_LAST_YEAR = datetime.MAXYEAR  # no checkpoint can be later than its last microsecond
 
 
 def next_moment() -> str:
@@ -280,12 +300,13 @@ class Snapshot:
 
     Attributes:
         state: result of `TrainState.to_dict()`.
-        model: the task's state dict, without name prefixes of wrappers. None: the checkpoint has no model part.
+        model: the task's state dict. Names may have the prefixes of wrappers, which are not written. None if the
+            checkpoint has no model part, or it was not read.
         optimizers: the result of `named_optimizer_state` for each optimizer.
         trainer: values that `codec.encode` accepts, by name: schedulers, callbacks, `hyper_parameters`, ... The name
             `"progress"` is reserved.
         rng: RNG states, one tree per rank. A full checkpoint needs `world_size` trees.
-        metrics: the latest metric values. The manifest contains them, too.
+        metrics: the latest metric values, which are stored in the manifest.
         world_size: number of processes in the run.
         kind: `"full"` or `"weights"`. `"weights"` has no optimizers and no RNG states.
         missing: set by `read_checkpoint`: requested parts that are absent, which its arguments or the manifest allow.

@@ -43,7 +43,7 @@ class FoundCheckpoint:
     manifest: Manifest
 
 
-OpenResult = tuple[Path, FoundCheckpoint | Exception]  # a checkpoint, or the error of opening it
+OpenResult = tuple[Path, FoundCheckpoint | Exception]  # a folder, and the checkpoint in it or the error of opening it
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -57,7 +57,10 @@ def read_manifest(path: Path | str) -> Manifest:
 
 
 def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
-    """Read a checkpoint's manifest. Return a `FoundCheckpoint` unchanged. Raises the errors of `read_manifest`."""
+    """Read a checkpoint's manifest, and return it with the path. A `FoundCheckpoint` is returned unchanged.
+
+    Raises the errors of `read_manifest`.
+    """
     if isinstance(path, FoundCheckpoint):
         return path
     folder = _locate(Path(path))
@@ -70,7 +73,10 @@ def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
 
 
 def _locate(path: Path) -> Path:
-    """Return the folder of the checkpoint `path`. After a crash, it is a hidden folder (see `replaced_checkpoint`)."""
+    """Return the folder of the checkpoint `path`. After a crash, it is a hidden folder (see `replaced_checkpoint`).
+
+    Raises the errors of `read_manifest` if there is no such folder.
+    """
     with reading(path):  # the name may be invalid
         if path.is_dir():
             return path
@@ -121,7 +127,10 @@ def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None
 def problems_of(
     found: FoundCheckpoint, *, hash_files: HashFiles | None = hash_files, parts: Iterable[str] | None = None
 ) -> list[str]:
-    """Return messages about files of `parts` that differ from the manifest. `hash_files=None` compares sizes only."""
+    """Return messages about files of `parts` that differ from the manifest.
+
+    `hash_files=None` compares only names and sizes. `parts=None` compares all parts.
+    """
     wanted = set(found.manifest.parts if parts is None else parts)
     files = []
     for name, part in found.manifest.parts.items():
@@ -129,12 +138,13 @@ def problems_of(
             for path, entry in part.files.items():
                 files.append(_ListedFile(name, path, entry, _file_problem(found.path, path, entry)))
     if hash_files is not None:
-        intact = [file for file in files if file.problem is None]
+        # Only files of the right size, in one call, which may divide the work among processes.
+        to_hash = [file for file in files if file.problem is None]
         try:
-            hashes = hash_files([inside(found.path, file.path, MANIFEST) for file in intact])
+            hashes = hash_files([inside(found.path, file.path, MANIFEST) for file in to_hash])
         except OSError as error:  # a read error of the disk
             return [f"its files cannot be read: {shortened(error)}"]
-        for file, digest in zip(intact, hashes, strict=True):
+        for file, digest in zip(to_hash, hashes, strict=True):
             if digest != file.entry.xxh3_128:
                 file.problem = f"{file.path} has changed: its hash is not the one in {MANIFEST}"
     return [f"{file.part}: {file.problem}" for file in files if file.problem is not None]
@@ -142,13 +152,16 @@ def problems_of(
 
 @dataclass(slots=True)
 class _ListedFile:
+    """A file that the manifest lists, with the name of its part."""
+
     part: str
-    path: str
+    path: str  # relative to the checkpoint folder
     entry: FileEntry
-    problem: str | None  # how the file differs from its entry
+    problem: str | None  # how the file differs from its entry, or None
 
 
 def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
+    """Return how a file differs from its entry except for the hash, or None."""
     try:
         path = inside(folder, relative, MANIFEST)
         with reading(path):
@@ -180,8 +193,8 @@ def scan(folder: Path) -> Iterator[OpenResult]:
         return
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
-            split = split_hidden(entry.name)
             # Hidden folders are unfinished, except for a checkpoint whose replacement crashed (see `staging`).
+            split = split_hidden(entry.name)  # (name, role), or None for another hidden folder
             if split is None or replaced_checkpoint(folder / split[0]) != entry:
                 continue
         # With `trainer.json` alone the manifest is lost, which is an error instead of no checkpoint.

@@ -1,4 +1,13 @@
-"""The model part of a checkpoint, in Hugging Face's sharded safetensors layout, which other libraries can read."""
+"""The model part of a checkpoint, in Hugging Face's sharded safetensors layout, which other libraries can read.
+
+    model-00001-of-00002.safetensors
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json      "weight_map": tensor name → file, and "metadata"
+    extra_state.json                  only if the state dict has values that are not tensors
+
+Under `"metadata"`, the key `"trainwright"` has the entries that the layout lacks:
+`{"tied": {"head.weight": "embedding.weight"}, "dtypes": {"rope": "torch.complex64"}, "extra": "extra_state"}`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +30,7 @@ from trainwright.core.names.hidden_names import plain_name
 MODEL_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 EXTRA_STEM = "extra_state"
-MAX_SHARD_BYTES = 5 * 10**9
+MAX_SHARD_BYTES = 5 * 10**9  # the default of huggingface_hub
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +56,7 @@ def load_plain_state(
         CheckpointError: shapes differ, or names differ with `strict=True`.
     """
     module_names = {plain_name(name): name for name in module.state_dict()}
+    # An entry without a counterpart keeps its name, and is reported as unexpected.
     renamed = {module_names.get(plain_name(name), name): value for name, value in state.items()}
     # A stage under inference mode may have set buffers of the module. They can be changed under inference mode only.
     tensors = itertools.chain(module.parameters(), module.buffers())
@@ -76,19 +86,26 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
 
     Args:
         state_dict: name → tensor, on any device.
-        max_shard_bytes: largest total size of the tensors in one shard. A larger tensor gets its own shard.
+        max_shard_bytes: largest total size of the tensors in one shard. A larger tensor gets its own shard. Default:
+            5 GB.
+
+    Returns:
+        The files, with paths relative to the folder of the model. The index is the last one.
+
+    Raises:
+        CheckpointError: a value cannot be saved, or two names differ only in prefixes of wrappers.
     """
     tensors: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     tied: dict[str, str] = {}
     dtypes: dict[str, str] = {}
-    first_names: dict[tuple[Any, ...], str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}  # key of a memory → name of the first tensor in it
     for name, value in plain_names(state_dict).items():
         if not isinstance(value, torch.Tensor):
             extra[name] = value
             continue
         try:
-            stored, dtype = to_storable(value)
+            stored, original_dtype = to_storable(value)
         except CheckpointError as error:
             raise CheckpointError(f"model.{name}: {error}") from error
         # With the dtype: a buffer of complex numbers and its view as pairs of reals have the same stored tensor.
@@ -98,19 +115,19 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
             tied[name] = first
             continue
         tensors[name] = stored
-        if dtype is not None:
-            dtypes[name] = dtype
+        if original_dtype is not None:
+            dtypes[name] = original_dtype
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     shards = deal_out(sizes, max_shard_bytes)
     names_by_file = dict(zip(shard_names(len(shards)), shards, strict=True))
     files = []
     for path, names in names_by_file.items():
         files.append(plan_safetensors(path, {name: tensors[name] for name in names}))
-    notes: dict[str, Any] = {"tied": tied, "dtypes": dtypes}
+    metadata: dict[str, Any] = {"tied": tied, "dtypes": dtypes}
     if extra:
-        notes["extra"] = EXTRA_STEM
+        metadata["extra"] = EXTRA_STEM
         files += plan_tree(EXTRA_STEM, extra)
-    index = shard_index(sizes, names_by_file, {"trainwright": notes})
+    index = shard_index(sizes, names_by_file, {"trainwright": metadata})
     text = check_json_size(dump_json(index, indent=2).encode() + b"\n", MODEL_INDEX)
     return [*files, PlannedFile(MODEL_INDEX, text)]
 
@@ -136,29 +153,34 @@ def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     """Divide tensors into shards. Return the names in each shard. There is at least one shard, which may be empty.
 
     A tensor larger than `max_shard_bytes` gets its own shard, and the shard that was being filled is filled further.
-    The result is that of huggingface_hub's `split_torch_state_dict_into_shards`.
+    For the sizes a: 2, b: 9, c: 2, d: 2 and `max_shard_bytes=5`, the result is `[["b"], ["a", "c"], ["d"]]`. It is the
+    result of huggingface_hub's `split_torch_state_dict_into_shards`.
     """
     shards: list[list[str]] = []
-    present: list[str] = []
-    filled = 0
+    current: list[str] = []  # the shard that is being filled
+    num_bytes = 0  # of `current`
     for name, size in sizes.items():
         if size > max_shard_bytes:
             shards.append([name])
             continue
-        if present and filled + size > max_shard_bytes:
-            shards.append(present)
-            present = []
-            filled = 0
-        present.append(name)
-        filled += size
-    if present:
-        shards.append(present)
+        if current and num_bytes + size > max_shard_bytes:
+            shards.append(current)
+            current = []
+            num_bytes = 0
+        current.append(name)
+        num_bytes += size
+    if current:
+        shards.append(current)
     return shards or [[]]
 
 
 def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", infix: str = "") -> list[str]:
-    """Return the file names of `num` shards, such as `model-00001-of-00002.safetensors`. `infix` follows `stem`."""
-    return [f"{stem}{infix and f'-{infix}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
+    """Return the file names of `num` shards, such as `model-00001-of-00002.safetensors`.
+
+    `infix` follows `stem`: `infix="fp16"` returns `model-fp16-00001-of-00002.safetensors`.
+    """
+    prefix = f"{stem}-{infix}" if infix else stem
+    return [f"{prefix}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
 
 
 def shard_index(
@@ -176,7 +198,15 @@ def shard_index(
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The content of a `model.safetensors.index.json`: tensor names, also by shard, and Trainwright's metadata."""
+    """The content of a `model.safetensors.index.json`.
+
+    Attributes:
+        names: names of the stored tensors, in the order of the index.
+        shards: the same names by the path of their file.
+        tied: name of a tied tensor → name under which it is stored. Empty if another library has written the index.
+        dtypes: name → original dtype of a tensor that `to_storable` converted.
+        extra: stem of the files with values that are not tensors. None if there are no such values.
+    """
 
     names: list[str]
     shards: dict[Path, list[str]]
@@ -186,19 +216,22 @@ class ShardIndex:
 
 
 def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
-    """Read an index. The shards must exist in the folder of the index and, unless `files` is None, be among `files`."""
+    """Read an index. The shards must exist in the folder of the index and, unless `files` is None, be among `files`.
+
+    Raises a CheckpointError for other shards, and for a damaged index.
+    """
     index = read_json(path)
     try:
         weight_map: dict[str, str] = dict(index["weight_map"])
-        notes = dict(index.get("metadata", {}).get("trainwright", {}))
-        tied = dict(notes.get("tied", {}))
-        dtypes = dict(notes.get("dtypes", {}))
+        metadata = dict(index.get("metadata", {}).get("trainwright", {}))
+        tied = dict(metadata.get("tied", {}))
+        dtypes = dict(metadata.get("dtypes", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not an index of safetensors shards: {error!r}. Copy it again, or use another checkpoint."
         ) from error
     shards: dict[Path, list[str]] = {}
-    for file in dict.fromkeys(weight_map.values()):
+    for file in dict.fromkeys(weight_map.values()):  # each file once, in order
         shard = inside(path.parent, file, str(path))
         if files is not None and file not in files:
             raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list.")
@@ -210,7 +243,7 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
     for name, first in tied.items():
         if first not in weight_map:
             raise CheckpointError(f"{path} ties {name!r} to {first!r}, which the index does not contain.")
-    extra = str(notes["extra"]) if "extra" in notes else None
+    extra = str(metadata["extra"]) if "extra" in metadata else None
     return ShardIndex(list(weight_map), shards, tied, dtypes, extra)
 
 
@@ -226,7 +259,7 @@ def read_model(
         files: names of the files that the manifest lists. An index with other shards raises. Default: None, all files.
 
     Returns:
-        Tensors by name. Tied names have the same tensor.
+        The state dict: tensors, and other values on the CPU, by name. Tied names have the same tensor.
 
     Raises:
         CheckpointError: the index is damaged, or a shard is outside `folder`, missing or incomplete.

@@ -1,4 +1,10 @@
-"""Optimizer state keyed by parameter name, so that parameters can be reordered and regrouped."""
+"""Optimizer state keyed by parameter name, so that parameters can be reordered and regrouped.
+
+`Optimizer.state_dict()` of torch has `{"state": {0: {"exp_avg": …}}, "param_groups": [{"lr": 0.1, "params": [0]}]}`. It
+is called `packed` here, and its numbers `index`: positions of the parameters in all groups. In the named tree, names
+replace these numbers: `{"state": {"layer.weight": {"exp_avg": …}}, "groups": [{"lr": 0.1, "params":
+["layer.weight"]}]}`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,8 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
 
     Args:
         optimizer: the optimizer. Its `state_dict()` is called, so that its state-dict hooks run.
-        names: name of each parameter of the optimizer. The prefixes that wrappers add to names are removed.
+        names: name of each parameter of the optimizer, and maybe of others. The prefixes that wrappers add to names are
+            removed.
 
     Returns:
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
@@ -35,24 +42,25 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
         CheckpointError: a parameter has no name, or two parameters have the same name.
     """
     packed = optimizer.state_dict()
-    names_of = _names_by_index(optimizer, packed, names)
+    names_by_index = _names_by_index(optimizer, packed, names)
     groups = []
     for group in packed["param_groups"]:
-        named = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-        named["params"] = [names_of[index] for index in group["params"]]
-        groups.append(named)
-    state: dict[str, Any] = {name: {} for name in names_of.values()}
+        named_group = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        named_group["params"] = [names_by_index[index] for index in group["params"]]
+        groups.append(named_group)
+    state: dict[str, Any] = {name: {} for name in names_by_index.values()}
     shared: dict[Any, Any] = {}
     for key, value in packed["state"].items():
-        if key in names_of:
-            state[names_of[key]] = map_tensors(flatten_quantized, value)
+        if key in names_by_index:
+            state[names_by_index[key]] = map_tensors(flatten_quantized, value)
         else:
             shared[key] = value
     tree: dict[str, Any] = {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
     dtypes: dict[str, torch.dtype] = {}
-    for index, parameter in zip(names_of, _parameters(optimizer), strict=True):
+    # Both are in the order of the groups.
+    for index, parameter in zip(names_by_index, _parameters(optimizer), strict=True):
         if _has_other_dtype(packed["state"].get(index, {}), parameter.dtype):
-            dtypes[names_of[index]] = parameter.dtype
+            dtypes[names_by_index[index]] = parameter.dtype
     extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     if dtypes:
         tree["dtypes"] = dtypes
@@ -64,6 +72,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
 
 
 def _has_other_dtype(values: Mapping[Any, Any], dtype: torch.dtype) -> bool:
+    """Return whether a tensor of a parameter's state has another dtype than the parameter."""
     for key, value in values.items():
         # torch does not cast `step`, a float32 in most of its optimizers.
         if key != "step" and any(tensor.dtype != dtype for tensor in iterate_tensors(value)):
@@ -82,13 +91,13 @@ def load_named_optimizer_state(
     matched in order. Afterwards the optimizer shares no memory with `tree`.
 
     Raises:
-        CheckpointError: the class or the number of groups differs, a parameter is missing on one side or has no saved
-            state (the message names it), or the parameters of an LBFGS have a different order. The optimizer is
-            unchanged.
+        CheckpointError: the saved state is incomplete, the class or the number of groups differs, a parameter is
+            missing on one side or has no saved state (the message names it), or the parameters of an LBFGS have a
+            different order. The optimizer is unchanged.
     """
     packed = optimizer.state_dict()
-    names_of = _names_by_index(optimizer, packed, names)
-    current_groups = [[names_of[index] for index in group["params"]] for group in packed["param_groups"]]
+    names_by_index = _names_by_index(optimizer, packed, names)
+    current_groups = [[names_by_index[index] for index in group["params"]] for group in packed["param_groups"]]
     _check_fit(optimizer, tree, current_groups)
     saved_groups = list(tree["groups"])
     matches = _match_groups(current_groups, [list(group["params"]) for group in saved_groups])
@@ -96,37 +105,39 @@ def load_named_optimizer_state(
     for group, match in zip(packed["param_groups"], matches, strict=True):
         # A key that only a newer torch has keeps its current value.
         groups.append({**group, **saved_groups[match], "params": group["params"]})
-    parameters = dict(zip(names_of, _parameters(optimizer), strict=True))
+    # Both are in the order of the groups.
+    parameters = dict(zip(names_by_index, _parameters(optimizer), strict=True))
     state: dict[Any, Any] = map_tensors(torch.clone, dict(tree.get("shared", {})))
-    for index, name in names_of.items():
+    for index, name in names_by_index.items():
         values = tree["state"][name]
-        if values:
+        if values:  # torch has no entry for a parameter without state
             device = parameters[index].device
-            state[index] = build_quantized(_copied(values, device), device)
+            state[index] = build_quantized(_cloned_unless_moved(values, device), device)
     extra = map_tensors(torch.clone, dict(tree.get("extra", {})))
     saved_dtypes = tree.get("dtypes", {})
 
-    def protect(_: object, packed: dict[str, Any]) -> dict[str, Any]:
+    def protect_states(_: object, loaded: dict[str, Any]) -> dict[str, Any]:
         states = {}
-        for index, values in packed["state"].items():
+        for index, values in loaded["state"].items():
             if index in parameters:
-                values = _protected(values, saved_dtypes.get(names_of[index]), parameters[index].device)
+                saved_dtype = saved_dtypes.get(names_by_index[index])
+                values = _protected(values, saved_dtype, parameters[index].device)
             states[index] = values
-        return {**packed, "state": states}
+        return {**loaded, "state": states}
 
-    def unprotect(_: object) -> None:
+    def unprotect_states(_: object) -> None:
         for parameter in parameters.values():
             if parameter in optimizer.state:
                 optimizer.state[parameter] = _unprotected(optimizer.state[parameter])
 
-    # User hooks see plain states: the wrapping runs after their pre-hooks, the unwrapping before their post-hooks.
-    before = optimizer.register_load_state_dict_pre_hook(protect)
-    after = optimizer.register_load_state_dict_post_hook(unprotect, prepend=True)
+    # User hooks receive plain states: the pre-hook runs after theirs, and the post-hook before theirs.
+    pre_hook = optimizer.register_load_state_dict_pre_hook(protect_states)
+    post_hook = optimizer.register_load_state_dict_post_hook(unprotect_states, prepend=True)
     try:
         optimizer.load_state_dict({**extra, "state": state, "param_groups": groups})
     finally:
-        before.remove()
-        after.remove()
+        pre_hook.remove()
+        post_hook.remove()
 
 
 def check_named_optimizer_state(
@@ -173,7 +184,12 @@ class _Protected:
 def _protected(value: Any, dtype: torch.dtype | None, device: torch.device, key: object = None) -> Any:
     """Wrap every value of a parameter's state that `Optimizer.load_state_dict` would change.
 
-    `dtype` is the dtype that the parameter had when it was saved. None: all its states were saved in this dtype.
+    Args:
+        value: the state, or a value in it.
+        dtype: the dtype that the parameter had when it was saved, from `"dtypes"` of the saved tree. None means that
+            all tensors of the state were saved in this dtype.
+        device: device of the parameter.
+        key: key of `value` in the state.
     """
     # torch 2.13 casts each tensor except `step` to the parameter's dtype, and replaces every iterable by
     # type(value)(items): a namedtuple raises, a text becomes "<generator object …>", a deque loses its length.
@@ -181,7 +197,7 @@ def _protected(value: Any, dtype: torch.dtype | None, device: torch.device, key:
         if is_quantized(value):
             return _Protected(value)
         if key == "step" or dtype is None or dtype == value.dtype:
-            return value
+            return value  # torch casts and moves it
         return _Protected(value.to(device))
     if type(value) is dict:
         return {name: _protected(item, dtype, device, name) for name, item in value.items()}
@@ -193,6 +209,7 @@ def _protected(value: Any, dtype: torch.dtype | None, device: torch.device, key:
 
 
 def _unprotected(value: Any) -> Any:
+    """Return a result of `_protected` with the wrapped values."""
     if type(value) is dict:
         return {name: _unprotected(item) for name, item in value.items()}
     if type(value) in (list, tuple):
@@ -206,19 +223,22 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _copied(values: object, device: torch.device) -> Any:
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        # A tensor on another device is copied when it is moved. Scalars such as `step` may stay on the CPU.
-        stays = tensor.device == device or tensor.numel() <= 1
-        return tensor.clone() if stays else tensor
+def _cloned_unless_moved(values: object, device: torch.device) -> Any:
+    """Return saved values whose tensors share no memory with them once they have been moved to `device`."""
 
-    return map_tensors(copied, values)
+    def cloned(tensor: torch.Tensor) -> torch.Tensor:
+        # The move to another device copies a tensor. torch leaves scalars such as `step` on the CPU.
+        may_stay = tensor.device == device or tensor.numel() <= 1
+        return tensor.clone() if may_stay else tensor
+
+    return map_tensors(cloned, values)
 
 
 def _names_by_index(
     optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[torch.Tensor, str]
 ) -> dict[int, str]:
-    found: dict[int, str] = {}
+    """Return the name of each parameter by its index in the state dict `packed`, in the order of the groups."""
+    names_by_index: dict[int, str] = {}
     for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         for parameter, index in zip(group["params"], packed_group["params"], strict=True):
             if parameter not in names:
@@ -226,29 +246,32 @@ def _names_by_index(
                     f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is not a "
                     "parameter of the task, so its state cannot be saved by name. Register it in the task."
                 )
-            found[index] = plain_name(names[parameter])
-    if len(set(found.values())) != len(found):
+            names_by_index[index] = plain_name(names[parameter])
+    if len(set(names_by_index.values())) != len(names_by_index):
         raise CheckpointError(f"{type(optimizer).__qualname__}: two of its parameters have the same name.")
-    return found
+    return names_by_index
 
 
 def _check_names(
     current_class: str, current_groups: list[list[str]], saved_groups: list[list[str]], saved_state: Mapping[str, Any]
 ) -> None:
+    """Check that the groups have the same parameters in total, each with a saved state, and the same number."""
     current = set(itertools.chain.from_iterable(current_groups))
     saved = set(itertools.chain.from_iterable(saved_groups))
+    only_saved = saved - current
+    without_state = (current & saved) - saved_state.keys()
     problems = []
     for name in sorted(current - saved):
-        problems.append(f"{name!r} is not in the checkpoint.{nearest(name, saved - current)}")
-    for name in sorted(saved - current):
+        problems.append(f"{name!r} is not in the checkpoint.{nearest(name, only_saved)}")
+    for name in sorted(only_saved):
         problems.append(f"{name!r} is in the checkpoint and not in this optimizer.")
-    for name in sorted(current & saved - saved_state.keys()):
+    for name in sorted(without_state):
         problems.append(f"{name!r} has no saved state.")
     if problems:
         message = f"the saved state of {current_class} does not fit: {' '.join(problems[:10])}"
         if len(problems) > 10:
             message += f" (and {len(problems) - 10} more)"
-        if saved - current:
+        if only_saved:
             advice = "If a callback adds groups, add them again in its on_fit_start; its state has been loaded by then."
             message = f"{message} {advice}"
         raise CheckpointError(message)
@@ -260,15 +283,20 @@ def _check_names(
 
 
 def _match_groups(current: list[list[str]], saved: list[list[str]]) -> list[int]:
-    """Return, for each group of `current`, the index of the group of `saved` with the same parameters, or the next
-    unused index.
+    """Return the index of the saved group for each current group. Both lists have the same length.
+
+    A group with the same parameters is used, or if there is none, the first saved group that no other group uses. For
+    the current groups [a, b], [c], [d] and the saved groups [d], [a], [b, c], the result is [1, 2, 0].
     """
     unused = list(range(len(saved)))
-    matches: list[int | None] = []
-    for group in current:
-        same = next((number for number in unused if set(saved[number]) == set(group)), None)
-        matches.append(same)
-        if same is not None:
-            unused.remove(same)
-    rest = iter(unused)
-    return [next(rest) if match is None else match for match in matches]
+    matches: dict[int, int] = {}  # index of a current group → index of a saved group
+    for number, group in enumerate(current):
+        for candidate in unused:
+            if set(saved[candidate]) == set(group):
+                matches[number] = candidate
+                unused.remove(candidate)
+                break
+    for number in range(len(current)):
+        if number not in matches:
+            matches[number] = unused.pop(0)
+    return [matches[number] for number in range(len(current))]

@@ -16,7 +16,8 @@ import torch
 from trainwright.core.errors import CheckpointError, require_package
 from trainwright.core.tree import is_sharded
 
-KIND = "quantized"
+KIND = "quantized"  # the key of the class name in a flattened state
+# Class of torchao → its module. All take codes, a scale and a dtype; `qmap` and `signed` exist for 8 and 4 bits only.
 _MODULES = {
     "OptimState8bit": "torchao.optim.subclass_8bit",
     "OptimState4bit": "torchao.optim.subclass_4bit",
@@ -94,14 +95,15 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
     _check(flat)
     if not is_sharded(like):
         return flat
-    numel = math.prod(flat["shape"])
+    num_elements = math.prod(flat["shape"])
     local = like.to_local()
     rows_fit = tuple(like.shape) == tuple(flat["shape"]) and is_even(like)
     sharded = dict(flat)
     for name in ("codes", "scale"):
         full = flat[name]
-        # This rank has the same fraction of the codes and scales as of the parameter's elements.
-        num_local, remainder = divmod(local.numel() * full.numel(), numel)
+        # This rank has the same fraction of the codes and scales as of the parameter's elements: with 512 of 1024
+        # elements, it has 2 of 4 blocks.
+        num_local, remainder = divmod(local.numel() * full.numel(), num_elements)
         if remainder or not rows_fit:
             raise CheckpointError(
                 f"a quantized state of shape {tuple(flat['shape'])} has {flat['scale'].numel()} blocks, which cannot "
@@ -109,7 +111,7 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
             )
         part = torch.empty(num_local, dtype=full.dtype, device=local.device)
         shape = None
-        if full.dim() != 1:
+        if full.dim() != 1:  # codes of 8 bits of a matrix
             part = part.view_as(local)
             shape = tuple(full.shape)
         sharded[name] = shard(full, _sharded_like(part, like, shape))
@@ -140,6 +142,7 @@ def build_quantized(value: Any, device: torch.device) -> Any:
 
 
 def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """Return the quantized tensor for a result of `flatten_quantized`, whose shapes and dtypes have been checked."""
     name = flat[KIND]
     kind: Any = getattr(require_package(_MODULES[name], purpose="The saved optimizer state"), name)
     shape = tuple(flat["shape"])
@@ -157,9 +160,9 @@ def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """Return the tensor whose shard on this rank is `local`, sharded like `like`. If that is unsharded, return `local`.
+    """Return the DTensor whose shard on this rank is `local`, sharded like `like`. An unsharded `like` returns `local`.
 
-    `shape` is the full shape. None means a vector with the same number of elements on every rank.
+    `shape` is the full shape. None means a vector with the same number of elements on every rank. Not collective.
     """
     if not is_sharded(like):
         return local
@@ -171,7 +174,7 @@ def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...
                 num_elements *= like.device_mesh.size(axis)
         shape = (num_elements,)
     stride = torch.empty(shape, device="meta").stride()
-    made: torch.Tensor = kind.from_local(
+    sharded: torch.Tensor = kind.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-    return made
+    return sharded

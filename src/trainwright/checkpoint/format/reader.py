@@ -1,4 +1,10 @@
-"""Reading of checkpoints, without pickle. An incomplete or damaged checkpoint is an error."""
+"""Reading of checkpoints, without pickle. An incomplete or damaged checkpoint is an error.
+
+The steps of `read_checkpoint`: open the manifest, choose the parts (`_wanted`), find absent and damaged parts
+(`_check_parts`), parse the files of each part (`_read_parts`), convert the results to the newest format (`upgraded`),
+and check the types of the entries that a resume reads (`_fill`). `check_checkpoint` does the same with mapped tensors,
+whose values are not read.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +65,17 @@ def read_checkpoint(
             `Snapshot.missing` name the absent parts. Damaged parts always raise an error.
         device: device of the model's tensors. All other tensors are on the CPU.
         copy_model: False returns tensors of the model and the optimizers that are mapped from the files (see
-            `read_safetensors`), and sharded tensors as `SavedTensor`. The caller must copy these tensors.
+            `read_safetensors`), and sharded tensors as `SavedTensor`. The caller must copy these tensors. Default:
+            True.
 
     Raises:
         FileNotFoundError: `path` does not exist.
         CheckpointError: `path` is a file, or a part is missing, damaged or unknown (the message names it).
+        NewerFormatError: the checkpoint has a newer format.
     """
     found = open_checkpoint(path)
     wanted = _wanted(found, parts, allow_missing)
-    missing = _examine(found, wanted, allow_missing, hash_files if verify else None)
+    missing = _check_parts(found, wanted, allow_missing, hash_files if verify else None)
     if missing:
         warnings.warn(
             f"{found.path} has no {', '.join(missing)} part; continuing without it.", TrainwrightWarning, stacklevel=3
@@ -84,7 +92,11 @@ def _snapshot(
     copy: bool,
     copy_model: bool,
 ) -> Snapshot:
-    """Parse the parts `wanted` except `missing`. If `copy` and `copy_model` are False, all tensors are mapped."""
+    """Parse the parts `wanted` except `missing`.
+
+    `copy_model=False` maps the tensors of the model and the optimizers from the files, and `copy=False` those of the
+    trainer and RNG parts.
+    """
     manifest = found.manifest
     snapshot = Snapshot(
         metrics=dict(manifest.metrics),
@@ -113,7 +125,7 @@ def check_checkpoint(
     """
     found = open_checkpoint(path)
     wanted = _wanted(found, parts, allow_missing)
-    missing = _examine(found, wanted, allow_missing, hash_files)
+    missing = _check_parts(found, wanted, allow_missing, hash_files)
     try:
         _snapshot(found, wanted, missing, copy=False, copy_model=False)
     except CheckpointError as error:
@@ -130,20 +142,23 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
     return wanted
 
 
-def _examine(
+def _check_parts(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
-    """Return the wanted parts that are absent. Raise an error if one may not be absent, or a part is damaged."""
+    """Return the wanted parts that are absent. Raise an error if one may not be absent, or a part is damaged.
+
+    `hash_files=None` compares only names and sizes of files.
+    """
     folder = found.path
     manifest = found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
-    lost = []
+    not_allowed = []
     for name in missing:
         is_required = name not in manifest.parts or manifest.parts[name].required
         if is_required and name not in allow_missing:
-            lost.append(name)
-    if lost:
-        raise CheckpointError(_missing_parts(folder, manifest, lost))
+            not_allowed.append(name)
+    if not_allowed:
+        raise CheckpointError(_missing_message(folder, manifest, not_allowed))
     present = [name for name in wanted if name not in missing]
     problems = problems_of(found, hash_files=hash_files, parts=present)
     if problems:
@@ -152,23 +167,27 @@ def _examine(
 
 
 def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Return whether the manifest lacks a part, or all files of the part are missing. Some missing files are damage."""
+    """Return whether the manifest lacks a part, or all files of the part are missing.
+
+    If only some files are missing, the part is present and damaged. A part without files, such as the optimizers of a
+    task that has none, is present.
+    """
     part = manifest.parts.get(name)
     if part is None:
         return True
     return bool(part.files) and not any(os.path.lexists(folder / file) for file in part.files)
 
 
-def _missing_parts(folder: Path, manifest: Manifest, lost: list[str]) -> str:
+def _missing_message(folder: Path, manifest: Manifest, missing: list[str]) -> str:
     reasons = []
-    for name in lost:
+    for name in missing:
         part = manifest.parts.get(name)
         if part is None:
             reasons.append(f"the part {name!r} is not in it (its kind is {manifest.kind!r})")
         else:
             reasons.append(f"the part {name!r} is missing: {', '.join(part.files)}")
     return (
-        f"{folder} is incomplete: {'; '.join(reasons)}. Use another checkpoint, or pass allow_missing={lost!r} to "
+        f"{folder} is incomplete: {'; '.join(reasons)}. Use another checkpoint, or pass allow_missing={missing!r} to "
         "continue without it; the run will then differ."
     )
 
@@ -176,6 +195,7 @@ def _missing_parts(folder: Path, manifest: Manifest, lost: list[str]) -> str:
 def _read_parts(
     found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, *, copy: bool, copy_model: bool
 ) -> dict[str, Any]:
+    """Return the trees of the parts `present` by part, in the form that `upgraded` expects."""
     folder = found.path
     parts = found.manifest.parts
     trees: dict[str, Any] = {}
@@ -193,20 +213,22 @@ def _read_parts(
     return trees
 
 
-def _read_model_part(found: FoundCheckpoint, device: torch.device | str, *, copy: bool) -> Any:
+def _read_model_part(found: FoundCheckpoint, device: torch.device | str, *, copy: bool) -> dict[str, Any]:
     folder = found.path
     files = found.manifest.parts["model"].files
-    shards = find_shards(found, "model", copy=copy)
-    if f"{MODEL_STEM}.json" not in files:
+    is_sharded = f"{MODEL_STEM}.json" in files
+    if not is_sharded:
         names = {path.removeprefix(f"{MODEL_FOLDER}/") for path in files}
         return read_model(folder / MODEL_FOLDER, device, copy=copy, files=names)
+    shards = find_shards(found, "model", copy=copy)
     weights = read_tree(folder, MODEL_STEM, copy=copy, shards=shards)
     if not isinstance(weights, dict):
         raise CheckpointError(f"{folder / MODEL_STEM}.json holds a {type(weights).__name__}, expected a dictionary.")
     if torch.device(device).type == "cpu":
         return weights
     # Tied weights are one tensor of the tree. The cache returns one tensor on the device for all of them.
-    return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)
+    on_device: dict[str, Any] = map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)
+    return on_device
 
 
 def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards | None:
@@ -221,32 +243,38 @@ def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards 
         return None
     shards = ShardFiles(found.path, folder, files)
 
-    @functools.cache  # keeps tied tensors tied
+    # The tree names a tied tensor several times. The cache returns the same object each time.
+    @functools.cache
     def find(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        tensor = shards.find(name, shape, dtype)
-        return tensor.load() if copy else tensor
+        saved_tensor = shards.find(name, shape, dtype)
+        return saved_tensor.load() if copy else saved_tensor
 
     return find
 
 
 def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
+    """Set the snapshot's attributes from trees in the newest format. Parts that were not read keep their defaults."""
     if "trainer" in trees:
         origin = f"{folder / TRAINER_STEM}.json"
         tree = trees["trainer"]
         if not isinstance(tree, dict) or not isinstance(tree.get(PROGRESS), dict):
             raise CheckpointError(f"{origin} holds no {PROGRESS!r}; it is damaged or has another format.")
+        # The writer stores `state` among the entries of `trainer`.
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
         _check_progress(snapshot.state, origin)
         _check_entries(snapshot.trainer, origin)
     snapshot.optimizers = trees.get("optimizer", [])
-    _check_optimizers(snapshot.optimizers, f"{folder / OPTIMIZER_FOLDER}")
+    _check_optimizers(snapshot.optimizers, str(folder / OPTIMIZER_FOLDER))
     snapshot.rng = trees.get("rng", [])
     snapshot.model = trees.get("model")
 
 
-_BOUND = 2**63
+# Checks of values from files. The seal of the manifest detects damage, not forgery, so that an entry may have any type.
+# A check returns whether a value has the expected form. The functions `_is`, `_list_of` and `_dict_with` make checks.
 Check = Callable[[Any], bool]
+
+_COUNT_LIMIT = 2**63  # all counts fit into int64
 
 
 def _is(kind: type) -> Check:
@@ -254,25 +282,29 @@ def _is(kind: type) -> Check:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _BOUND
+    return type(value) is int and 0 <= value < _COUNT_LIMIT  # `type`, since a bool is an instance of int
 
 
 def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _with(**checks: Check) -> Check:
-    """Return a function that checks that a value is a dict, and runs `checks` on the dict's entries of these names."""
+def _dict_with(**checks: Check) -> Check:
+    """Return a check for a dict. If the dict has an entry with the name of a check, this check must accept the entry.
+
+    `_dict_with(epoch=_is_count)` accepts `{}`, `{"epoch": 3}` and `{"other": "x"}`, but not `{"epoch": -1}`.
+    """
 
     def check(value: Any) -> bool:
         if not isinstance(value, dict):
             return False
-        return all(is_valid(value[name]) for name, is_valid in checks.items() if name in value)
+        return all(accepts(value[name]) for name, accepts in checks.items() if name in value)
 
     return check
 
 
 def _is_position(value: object) -> bool:
+    """Accept a position in the data, such as `{"batch": 7, "world": 4}`. None is the start of an epoch."""
     if value is None:
         return True
     return isinstance(value, dict) and "batch" in value and all(map(_is_count, value.values()))
@@ -284,7 +316,7 @@ def _is_data(value: object) -> bool:
     # An empty dict is the start of the data.
     if value and not {"position", "epoch"} <= value.keys():
         return False
-    return _with(position=_is_position, epoch=_is_count, order=_is(dict))(value)
+    return _dict_with(position=_is_position, epoch=_is_count, order=_is(dict))(value)
 
 
 # The entries of the trainer part that a resume reads, with their types (see docs/checkpoint-format.md).
@@ -300,22 +332,23 @@ _ENTRIES: dict[str, tuple[str, Check]] = {
     "datamodule": ("a dict", _is(dict)),
     "left_out": (
         "a dict of lists and a count",
-        _with(skipped=_list_of(_is(dict)), num_rollbacks=_is_count, abandoned=_is(list)),
+        _dict_with(skipped=_list_of(_is(dict)), num_rollbacks=_is_count, abandoned=_is(list)),
     ),
-    "metrics": ("a list of dicts", _list_of(_with(logged=_with(), objects=_with()))),
+    "metrics": ("a list of dicts", _list_of(_dict_with(logged=_is(dict), objects=_is(dict)))),
     "frozen": ("a list of names", _list_of(_is(str))),
     "seed": ("a whole number", lambda value: type(value) is int),
     "run_id": ("a text", _is(str)),
 }
-_GROUP = _with(params=_list_of(_is(str)))
+_is_group = _dict_with(params=_list_of(_is(str)))
 
 
 def _check_progress(state: Mapping[str, Any], origin: str) -> None:
+    """Check that each saved counter has the type of its default in `TrainState`, and is not negative."""
     for field in dataclasses.fields(TrainState):
         value = state.get(field.name, field.default)
         kind = type(field.default)
-        fits = type(value) is kind or (kind is float and type(value) is int)
-        if not fits or not 0 <= value < _BOUND:
+        has_type = type(value) is kind or (kind is float and type(value) is int)
+        if not has_type or not 0 <= value < _COUNT_LIMIT:
             raise CheckpointError(f"{origin}: progress.{field.name} is {value!r}; it is damaged or has another format.")
 
 
@@ -336,7 +369,7 @@ def _check_optimizers(trees: Sequence[Any], origin: str) -> None:
 def _is_optimizer(tree: Any) -> bool:
     if not isinstance(tree, dict):
         return False
-    # "param_groups" is the name in torch's own state dicts.
+    # "groups" is the key of `named_optimizer_state`, and "param_groups" that of torch's own state dicts.
     groups = tree.get("groups", tree.get("param_groups", []))
-    has_mappings = isinstance(tree.get("state", {}), dict) and isinstance(tree.get("dtypes", {}), dict)
-    return has_mappings and _list_of(_GROUP)(groups)
+    has_dicts = isinstance(tree.get("state", {}), dict) and isinstance(tree.get("dtypes", {}), dict)
+    return has_dicts and _list_of(_is_group)(groups)

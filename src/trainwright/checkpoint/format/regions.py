@@ -1,4 +1,8 @@
-"""Regions of sharded tensors: the elements of a full tensor that a shard contains."""
+"""Regions of sharded tensors: the elements of a full tensor that a shard contains.
+
+DTensors are sharded into boxes. The flat shards of DeepSpeed's ZeRO are spans. A span is a sequence of boxes, so that
+two regions of any kind are compared and copied box by box.
+"""
 
 from __future__ import annotations
 
@@ -82,18 +86,18 @@ def fits(region: Region, shape: tuple[int, ...]) -> bool:
 
 
 def copy_common(
-    target: torch.Tensor, wanted: Region, source: torch.Tensor, held: Region, shape: tuple[int, ...]
+    target: torch.Tensor, target_region: Region, source: torch.Tensor, source_region: Region, shape: tuple[int, ...]
 ) -> None:
     """Copy the elements that two regions of a tensor of shape `shape` have in common from `source` to `target`.
 
-    `source` contains the region `held`, and `target` is for the region `wanted`. Both may have additional trailing
-    dimensions.
+    `source` has the values of `source_region`, and `target` receives those of `target_region`. Both may have additional
+    trailing dimensions, such as the 2 of complex numbers that are stored as pairs.
     """
-    for to_box, to_values in _blocks(target, wanted, shape):
-        for from_box, from_values in _blocks(source, held, shape):
-            common = _common(to_box, from_box)
+    for target_box, target_values in _blocks(target, target_region, shape):
+        for source_box, source_values in _blocks(source, source_region, shape):
+            common = _common(target_box, source_box)
             if common is not None:
-                _part(to_values, to_box, common).copy_(_part(from_values, from_box, common))
+                _part(target_values, target_box, common).copy_(_part(source_values, source_box, common))
 
 
 def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
@@ -106,7 +110,7 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
     boxes = []
     for region in regions:
         boxes += [box for box in _boxes(region, shape) if math.prod(box.lengths)]
-    groups = [boxes]
+    groups = [boxes]  # boxes of different groups share no element
     while groups:
         group = groups.pop()
         if len(group) < 2:
@@ -138,7 +142,7 @@ def _separate(boxes: list[Box], num_dims: int) -> list[list[Box]]:
 def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
     """Divide boxes into groups. Boxes of different groups share no index of the dimension `dim`."""
     parts: list[list[Box]] = []
-    stop = 0  # of the boxes in the last group
+    stop = 0  # end of the last group: no box in it has an index of `stop` or above
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         if not parts or box.offsets[dim] >= stop:
             parts.append([])
@@ -155,29 +159,31 @@ def _boxes(region: Region, shape: tuple[int, ...]) -> list[Box]:
 
 
 def _split(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Yield boxes that cover the elements `[start, stop)` of a flattened tensor, in the order of the elements."""
     # In a tensor of shape (3, 4), Span(2, 11) is the end of row 0, all of row 1 and the beginning of row 2:
     # Box((0, 2), (1, 2)), Box((1, 0), (1, 4)), Box((2, 0), (1, 3)).
     if start >= stop:
         return
-    if not shape:
+    if not shape:  # a scalar
         yield Box((), ())
         return
-    inner = shape[1:]
+    inner = shape[1:]  # shape of a row
     row_size = math.prod(inner)
-    first, begin = divmod(start, row_size)
-    last, end = divmod(stop, row_size)
+    first, begin = divmod(start, row_size)  # the span starts at element `begin` of row `first`,
+    last, end = divmod(stop, row_size)  # and stops before element `end` of row `last`
     if first == last:
-        yield from _within(first, begin, end, inner)
+        yield from _split_row(first, begin, end, inner)
         return
     if begin:
-        yield from _within(first, begin, row_size, inner)
+        yield from _split_row(first, begin, row_size, inner)
         first += 1
-    if first < last:
+    if first < last:  # complete rows
         yield Box((first, *(0,) * len(inner)), (last - first, *inner))
-    yield from _within(last, 0, end, inner)
+    yield from _split_row(last, 0, end, inner)  # nothing if `end` is 0
 
 
-def _within(row: int, begin: int, end: int, inner: tuple[int, ...]) -> Iterator[Box]:
+def _split_row(row: int, begin: int, end: int, inner: tuple[int, ...]) -> Iterator[Box]:
+    """Yield boxes that cover the elements `[begin, end)` of a row, whose shape is `inner`."""
     for box in _split(begin, end, inner):
         yield Box((row, *box.offsets), (1, *box.lengths))
 
@@ -187,6 +193,7 @@ def _blocks(values: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Ite
     if isinstance(region, Box):
         yield region, values
         return
+    # The values of a span are 1-D, apart from trailing dimensions. Those of a box follow each other.
     position = 0
     for box in _boxes(region, shape):
         count = math.prod(box.lengths)
@@ -209,6 +216,7 @@ def _common(one: Box, other: Box) -> Box | None:
 
 
 def _part(values: torch.Tensor, box: Box, common: Box) -> torch.Tensor:
+    """Return a view of the values of `box` that are in `common`, which is inside `box`."""
     for dim, (begin, length) in enumerate(zip(common.offsets, common.lengths, strict=True)):
         values = values.narrow(dim, begin - box.offsets[dim], length)
     return values

@@ -1,4 +1,4 @@
-"""Writing of safetensors files with their hash, and checked reading.
+"""Planning of safetensors files, and checked reading. `write_files` writes a planned file and computes its hash.
 
 The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header
 `{name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}` padded with spaces, then the tensors' bytes
@@ -54,19 +54,20 @@ NATIVE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 NAMED_DTYPES = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
+# The dtypes that `to_storable` converts. Complex dtype → dtype of its real and imaginary parts.
 _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # One byte each, so that a view as uint8 keeps the shape.
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
-_SPECIAL = {str(dtype): dtype for dtype in (*_COMPLEX, *_AS_BYTES)}
-_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | _SPECIAL
+_CONVERTED = {str(dtype): dtype for dtype in (*_COMPLEX, *_AS_BYTES)}  # by torch's name, such as "torch.complex64"
+_DTYPE_OF_NAME = DTYPES | _CONVERTED  # by result of `dtype_name`
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a dtype, such as `"F32"`. For a dtype that `to_storable` converts, return torch's
-    name, such as `"torch.complex64"`.
+    name, such as `"torch.complex64"`. Any other dtype raises `CheckpointError`.
     """
     name = _DTYPE_NAMES.get(dtype, str(dtype))
-    if name not in _BY_NAME:
+    if name not in _DTYPE_OF_NAME:
         raise _unsupported(dtype)
     return name
 
@@ -78,18 +79,23 @@ def _unsupported(dtype: torch.dtype) -> CheckpointError:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype for a result of `dtype_name`."""
-    if name not in _BY_NAME:
+    """Return the dtype for a result of `dtype_name`. Other names raise `CheckpointError`."""
+    if name not in _DTYPE_OF_NAME:
         raise CheckpointError(f"{name!r} is not a dtype that a checkpoint can hold.")
-    return _BY_NAME[name]
+    return _DTYPE_OF_NAME[name]
 
 
 def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """Return a tensor that safetensors can store, and None. For a view in another dtype, return the original dtype's
-    name.
+    """Return a tensor that safetensors can store, and the name of the original dtype if it had to be converted.
 
-    Complex numbers are viewed as pairs of reals (a last dimension of 2), rare 1-byte floats as uint8. Tensors without
-    plain bytes (quantized, sparse, meta, DTensors, ...) raise `CheckpointError`.
+    Complex numbers are viewed as pairs of reals (a last dimension of 2), rare 1-byte floats as uint8:
+
+        float32, shape (3,) → the detached tensor, None
+        complex64, shape (3,) → float32, shape (3, 2), "torch.complex64"
+        float8_e8m0fnu, shape (3,) → uint8, shape (3,), "torch.float8_e8m0fnu"
+
+    No bytes are copied, except for conjugated or negated views of complex numbers. Tensors without plain bytes
+    (quantized, sparse, meta, DTensors, ...) raise `CheckpointError`.
     """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise CheckpointError(f"a {type(tensor).__name__} wraps other tensors; gather it into a plain tensor first.")
@@ -115,12 +121,12 @@ def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     """Return the original tensor for the two results of `to_storable`."""
     if dtype is None:
         return tensor
-    special = _SPECIAL.get(dtype)
+    original = _CONVERTED.get(dtype)
     is_pairs = tensor.dim() > 0 and tensor.shape[-1] == 2
-    if special in _COMPLEX and tensor.dtype is _COMPLEX[special] and is_pairs:
+    if original in _COMPLEX and tensor.dtype is _COMPLEX[original] and is_pairs:
         return torch.view_as_complex(tensor)
-    if special in _AS_BYTES and tensor.dtype is torch.uint8:
-        return tensor.view(special)
+    if original in _AS_BYTES and tensor.dtype is torch.uint8:
+        return tensor.view(original)
     raise CheckpointError(f"a stored {tensor.dtype} tensor of shape {tuple(tensor.shape)} cannot be read as {dtype}.")
 
 
@@ -139,6 +145,9 @@ def plan_safetensors(
         metadata: further metadata for the header. The header always contains `{"format": "pt"}`, which transformers
             needs.
         native: also accept the dtypes in `NATIVE_NAMES`, which only newer readers support. Default: False.
+
+    Raises:
+        CheckpointError: a dtype or a name cannot be stored, or there are too many tensors for the header.
     """
     if sys.byteorder != "little":
         raise CheckpointError("safetensors files are little-endian; saving on a big-endian machine is not supported.")
@@ -178,11 +187,11 @@ def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[st
 
     See `plan_safetensors` with `native=True` for the arguments and errors.
     """
-    likes = {name: weight.like for name, weight in weights.items()}
-    planned = plan_safetensors(path, likes, metadata, native=True)
-    # The plan has the tensors in another order and without their names.
-    by_like = {id(weight.like): weight for weight in weights.values()}
-    streamed = [by_like[id(like)] for like in planned.tensors]
+    meta_tensors = {name: weight.like for name, weight in weights.items()}
+    planned = plan_safetensors(path, meta_tensors, metadata, native=True)
+    # The plan has the meta tensors in another order and without their names. Tensors as keys are compared as objects.
+    weight_of = {weight.like: weight for weight in weights.values()}
+    streamed = [weight_of[meta_tensor] for meta_tensor in planned.tensors]
     return PlannedFile(path, planned.head, streamed=streamed)
 
 
@@ -203,8 +212,8 @@ def read_header(path: Path) -> dict[str, Any]:
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(_LENGTH_BYTES)
+        # -1 for a file of less than 8 bytes. The shortest header is "{}".
         length = int.from_bytes(prefix, "little") if len(prefix) == _LENGTH_BYTES else -1
-        # The shortest header is "{}".
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise CheckpointError(
                 f"{path} is not a safetensors file: {size} bytes with a header of {length}. It is truncated, damaged, "
@@ -219,21 +228,22 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _check_offsets(header: Mapping[str, Any], num_bytes: int) -> None:
-    """Check that the tensors fill the file without gaps, and that each has the length that its shape needs."""
-    notes = header.get("__metadata__", {})
-    if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
-        raise ValueError(f"__metadata__ is {notes!r}, expected texts by name")
-    entries = []
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, stop = entry["data_offsets"]
-            entries.append((begin, stop, entry))
-    end = 0
-    for begin, stop, entry in sorted(entries, key=lambda item: item[:2]):
+    """Check that the tensors fill the `num_bytes` after the header without gaps, and have the sizes of their shapes.
+
+    A header of an unexpected form raises any exception, which `read_header` converts.
+    """
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"__metadata__ is {metadata!r}, expected texts by name")
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    end = 0  # of the previous tensor
+    for entry in sorted(entries, key=lambda entry: tuple(entry["data_offsets"])):
+        begin, stop = entry["data_offsets"]
         numbers = (begin, stop, *entry["shape"])
-        if any(type(number) is not int or number < 0 for number in numbers) or begin != end:
+        has_counts = all(type(number) is int and number >= 0 for number in numbers)
+        if not has_counts or begin != end:
             raise ValueError(f"the entry {entry} is invalid at byte {end}")
-        dtype = NAMED_DTYPES.get(entry["dtype"])
+        dtype = NAMED_DTYPES.get(entry["dtype"])  # None for a dtype that another library has written
         if dtype is not None and stop - begin != math.prod(entry["shape"]) * dtype.itemsize:
             raise ValueError(f"{entry} has {stop - begin} bytes")
         end = stop
@@ -252,7 +262,10 @@ def read_safetensors(
         device: device of the tensors.
         names: names of the tensors to read. Default: all.
         copy: False maps CPU tensors from the file, so that values are read on first use. Use it for values that are
-            copied soon. Writing to such a tensor does not change the file.
+            copied soon. Writing to such a tensor does not change the file. Default: True.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or has another format, or has no tensor of a name in `names`.
     """
     header = read_header(path)
     if names is None:

@@ -1,4 +1,13 @@
-"""Files with the shards of a checkpoint: `rank-00000.json` is the index of `rank-00000.safetensors`."""
+"""Files with the shards of a checkpoint: `rank-00000.json` is the index of `rank-00000.safetensors`.
+
+An index has an entry for each shard. The rank that has the lower half of a weight of shape (8, 4) writes
+
+    {"pieces": [{"tensor": "layer.weight", "stored": "layer.weight", "dtype": "F32", "shape": [8, 4],
+                 "offsets": [4, 0], "lengths": [4, 4]}]}
+
+`tensor` is the name in the tree (see `codec`), and `stored` the name in the safetensors file. They differ if a rank has
+several shards of a tensor. A `Span` has `start` and `stop` instead of `offsets` and `lengths`.
+"""
 
 from __future__ import annotations
 
@@ -41,28 +50,32 @@ RANK_STEM = "rank"
 
 
 def plan_shards(folder: str, rank: int, shards: Mapping[str, TensorShards]) -> list[PlannedFile]:
-    """Plan the two files in `folder` for a rank's shards of the model or the optimizers. Copies and writes nothing."""
+    """Plan the files in `folder` for a rank's shards of the model or the optimizers. Copies and writes nothing.
+
+    A rank without shards has an index only.
+    """
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
-    for name, full in shards.items():
-        for region, values in full.held:
+    for name, shards_of_tensor in shards.items():
+        for region, values in shards_of_tensor.held:
             if not num_elements(region):
                 continue
-            if tuple(values.shape) != lengths_of(region) or not fits(region, full.shape):
+            if tuple(values.shape) != lengths_of(region) or not fits(region, shards_of_tensor.shape):
                 raise CheckpointError(f"{name}: values of shape {tuple(values.shape)} do not fit {region}.")
-            stored, _ = to_storable(values)
+            stored, _ = to_storable(values)  # the second result is the entry's `dtype` below, or None
             entry = {
                 "tensor": name,
                 "stored": add_named(tensors, stored, name),
-                "dtype": dtype_name(full.dtype),
-                "shape": list(full.shape),
+                "dtype": dtype_name(shards_of_tensor.dtype),
+                "shape": list(shards_of_tensor.shape),
             }
-            entries.append(entry | _words(region))
+            entries.append(entry | _region_entries(region))
     return plan_pair(stem, {"pieces": entries}, tensors)
 
 
-def _words(region: Region) -> dict[str, Any]:
+def _region_entries(region: Region) -> dict[str, Any]:
+    """Return the entries of an index for a region. `_read_region` reverses this."""
     if isinstance(region, Span):
         return {"start": region.start, "stop": region.stop}
     return {"offsets": list(region.offsets), "lengths": list(region.lengths)}
@@ -70,7 +83,16 @@ def _words(region: Region) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _StoredShard:
-    """A shard on the disk: its file, name in the file and region, and the full tensor's name, dtype and shape."""
+    """A shard on the disk.
+
+    Attributes:
+        tensor: name of the full tensor.
+        region: the elements of the full tensor that the shard contains.
+        file: the safetensors file.
+        name: name of the shard in `file`.
+        dtype: dtype of the full tensor, as a result of `dtype_name`.
+        shape: shape of the full tensor.
+    """
 
     tensor: str
     region: Region
@@ -81,17 +103,20 @@ class _StoredShard:
 
 
 class ShardFiles:
-    """The shards of a checkpoint's model or optimizers, by tensor name. Files are memory-mapped.
+    """The shards of a checkpoint's model or optimizers, by tensor name. Files are memory-mapped on first use.
 
     Args:
         folder: the checkpoint folder.
         part: name of the folder with the shards in `folder`.
-        files: the files in `part` that the manifest lists.
+        files: the files of the part that the manifest lists, with paths relative to `folder`.
+
+    Raises:
+        CheckpointError: an index is damaged or does not match its safetensors file.
     """
 
     def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
-        self._by_name: dict[str, list[_StoredShard]] = {}
-        self._open: dict[Path, Any] = {}
+        self._by_name: dict[str, list[_StoredShard]] = {}  # name of the full tensor → its shards, from all ranks
+        self._open: dict[Path, Any] = {}  # safetensors file → result of `safe_open`, which maps the file
         listed = set(files)
         for stem in numbered(listed, part, RANK_STEM):
             index = inside(folder, f"{stem}.json", str(folder))
@@ -134,13 +159,14 @@ class ShardFiles:
 
     def read(self, name: str, shape: tuple[int, ...], dtype: str, region: Region) -> torch.Tensor:
         """Read a region of a tensor into new host memory. Other regions are not read. See `find` for the arguments."""
-        # A dtype that is stored as a view of another one is assembled as that view.
-        made, special = to_storable(torch.empty(lengths_of(region), dtype=dtype_of(dtype)))
+        # A dtype that is stored as a view of another dtype is assembled as this view.
+        storable, original_dtype = to_storable(torch.empty(lengths_of(region), dtype=dtype_of(dtype)))
         for shard in self._by_name.get(name, []):
-            copy_common(made, region, self._mapped(shard), shard.region, shape)
-        return from_storable(made, special)
+            copy_common(storable, region, self._mapped(shard), shard.region, shape)
+        return from_storable(storable, original_dtype)
 
     def _mapped(self, shard: _StoredShard) -> torch.Tensor:
+        """Return the stored values of a shard as a tensor that is mapped from the file."""
         with reading(shard.file):
             if shard.file not in self._open:
                 self._open[shard.file] = safe_open(shard.file, framework="pt", device="cpu")
@@ -174,12 +200,13 @@ def _read_region(entry: Mapping[str, Any]) -> Region:
 
 
 def _matches(shard: _StoredShard, in_header: Mapping[str, Any]) -> bool:
+    """Return whether a shard fits into its full tensor and has the shape and dtype of its entry in the header."""
     if not fits(shard.region, shard.shape):
         return False
-    stored, _ = to_storable(torch.empty(0, dtype=dtype_of(shard.dtype)))
-    pair_axis = stored.shape[1:]  # (2,) for complex numbers, which are stored as pairs of reals
-    shape = (*lengths_of(shard.region), *pair_axis)
-    return tuple(in_header["shape"]) == shape and in_header["dtype"] == dtype_name(stored.dtype)
+    example, _ = to_storable(torch.empty(0, dtype=dtype_of(shard.dtype)))
+    pair_axis = example.shape[1:]  # (2,) for complex numbers, which are stored as pairs of reals
+    stored_shape = (*lengths_of(shard.region), *pair_axis)
+    return tuple(in_header["shape"]) == stored_shape and in_header["dtype"] == dtype_name(example.dtype)
 
 
 def _integers(values: object) -> tuple[int, ...]:
@@ -198,15 +225,16 @@ class SavedTensor(torch.Tensor):
     _name: str
     _dtype_name: str
 
+    # torch creates wrapper subclasses, tensors without memory, only in `__new__`.
     @staticmethod
     def __new__(cls, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
-        made: SavedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype_of(dtype), device=torch.device("cpu")
         )
-        made._files = files
-        made._name = name
-        made._dtype_name = dtype
-        return made
+        tensor._files = files
+        tensor._name = name
+        tensor._dtype_name = dtype
+        return tensor
 
     def __init__(self, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:
         super().__init__()

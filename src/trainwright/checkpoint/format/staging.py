@@ -14,27 +14,35 @@ from pathlib import Path
 
 from trainwright.checkpoint.disk.durable import fault_point, hidden, rename
 from trainwright.checkpoint.format.layout import EARLIER_RUN_INDEX, MANIFEST, RUN_INDEX, TOP_LEVEL
-from trainwright.core.host.folders import is_in_use
+from trainwright.core.host.folders import is_in_use, lock_folder
 from trainwright.core.names.hidden_names import split_hidden
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a checkpoint folder to a hidden name, then delete it. Readers thus never see an incomplete checkpoint."""
-    doomed = hidden(folder, "del") if split_hidden(folder.name) is None else folder
-    if doomed != folder:
+    """Rename a checkpoint folder to a hidden name, then delete it. Readers thus never find an incomplete checkpoint.
+
+    A folder that has a hidden name is deleted without a rename.
+    """
+    doomed = folder
+    if split_hidden(folder.name) is None:
+        doomed = hidden(folder, "del")
         rename(folder, doomed)
     shutil.rmtree(doomed)
     fault_point("delete", doomed)
 
 
 def replaced_checkpoint(path: Path) -> Path | None:
-    """Return the `old` folder of the checkpoint `path` if its replacement crashed, else None, also if `path` exists."""
+    """Return the folder of the checkpoint that was `path` before its replacement crashed.
+
+    Returns None if `path` exists, or there is no complete folder with the role `old`.
+    """
     if os.path.lexists(path) or not path.parent.is_dir():
         return None
     replaced = []
     for entry in path.parent.iterdir():
         if split_hidden(entry.name) == (path.name, "old") and (entry / MANIFEST).is_file():
             replaced.append(entry)
+    # Several crashes may have left several. The newest one is used.
     return max(replaced, key=lambda entry: entry.stat().st_mtime_ns, default=None)
 
 
@@ -57,7 +65,10 @@ def clean_stale(folder: Path | str) -> list[Path]:
             continue
         name, role = split
         if entry.is_file() and name in (RUN_INDEX, EARLIER_RUN_INDEX):
-            entry.unlink()
+            # `RunIndex` writes a new index into a hidden file. Without the lock, it may be one that another run is
+            # writing now.
+            with lock_folder(folder):
+                entry.unlink(missing_ok=True)
         elif not _is_abandoned(entry):
             continue
         elif role == "old" and replaced_checkpoint(folder / name) == entry:

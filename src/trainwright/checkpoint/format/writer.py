@@ -1,4 +1,14 @@
-"""Writing of a checkpoint: files are written into a hidden folder and synced, then the manifest, then it is renamed."""
+"""Writing of a checkpoint folder, in two steps.
+
+`plan_checkpoint` (one process) or `plan_share` (each rank of a sharded checkpoint) encodes a snapshot into `Contents`.
+A `Draft` then writes the files into a hidden folder and publishes the folder in this order, so that no crash leaves an
+incomplete checkpoint under the final name:
+
+1. Write and sync the files of all parts.
+2. Sync the folders that contain the files.
+3. Write and sync the manifest. A folder without a manifest is not a checkpoint.
+4. Rename the hidden folder to the final name.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +62,8 @@ from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import mark_in_use
 
-_FOLDERS = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOLDER}
+# The files of the part "trainer" are directly in the checkpoint folder.
+_FOLDER_OF_PART = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOLDER}
 
 
 @dataclass(slots=True)
@@ -60,8 +71,9 @@ class Contents:
     """A snapshot encoded into files, ready to be written.
 
     Attributes:
-        parts: files of each part, with paths relative to the checkpoint folder.
-        step, epoch, kind, world_size, metrics, format_version: values for the manifest.
+        parts: files of each part, with paths relative to the checkpoint folder. After `plan_share`, these are the files
+            of one rank.
+        step, epoch, kind, world_size, metrics, format_version: values for the manifest; see `Manifest`.
         extra: see `Snapshot`.
     """
 
@@ -93,6 +105,7 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
         parts["optimizer"] = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers)
     if snapshot.model is not None:
         parts["model"] = plan_model(snapshot.model, max_shard_bytes=max_shard_bytes)
+        # Exports write the files of `plan_model` into other folders, so that its paths have no folder.
         for file in parts["model"]:
             file.path = f"{MODEL_FOLDER}/{file.path}"
     return _contents(snapshot, parts)
@@ -107,21 +120,23 @@ def plan_share(snapshot: Snapshot, rank: int) -> Contents:
     parts: dict[str, list[PlannedFile]] = {}
     if rank == 0:
         parts = _plan_small(snapshot)
+    # Every rank encodes the trees, which adds the rank's shards to the dicts below. The tree files are the same on all
+    # ranks, so that only rank 0 writes them.
     if snapshot.kind == "full":
-        shards: dict[str, TensorShards] = {}
-        trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, shards)
-        parts["optimizer"] = plan_shards(OPTIMIZER_FOLDER, rank, shards)
+        optimizer_shards: dict[str, TensorShards] = {}
+        tree_files = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, optimizer_shards)
+        parts["optimizer"] = plan_shards(OPTIMIZER_FOLDER, rank, optimizer_shards)
         if rank == 0:
-            parts["optimizer"] = trees + parts["optimizer"]
+            parts["optimizer"] = tree_files + parts["optimizer"]
     if snapshot.model is not None:
-        shards = {}
+        model_shards: dict[str, TensorShards] = {}
         try:
-            tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), shards=shards)
+            tree_files = plan_tree(MODEL_STEM, plain_names(snapshot.model), shards=model_shards)
         except CheckpointError as error:
             raise CheckpointError(f"model.{error}") from error
-        parts["model"] = plan_shards(MODEL_FOLDER, rank, shards)
+        parts["model"] = plan_shards(MODEL_FOLDER, rank, model_shards)
         if rank == 0:
-            parts["model"] = tree + parts["model"]
+            parts["model"] = tree_files + parts["model"]
     contents = _contents(snapshot, parts)
     contents.format_version = SHARDED_VERSION
     return contents
@@ -134,7 +149,24 @@ def _plan_small(snapshot: Snapshot) -> dict[str, list[PlannedFile]]:
     return parts
 
 
+def _plan_trees(
+    folder: str, stem: str, trees: list[Any], shards: dict[str, TensorShards] | None = None
+) -> list[PlannedFile]:
+    """Plan the files of numbered trees, such as `optimizer/optimizer-00000.json`. Add sharded tensors to `shards`."""
+    files: list[PlannedFile] = []
+    for number, tree in enumerate(trees):
+        name = f"{stem}-{number:05d}"
+        # A rank writes the shards of all trees of a part into one file, so their names need a prefix.
+        root = "" if shards is None else name
+        try:
+            files += plan_tree(f"{folder}/{name}", tree, root=root, shards=shards)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}[{number}].{error}") from error
+    return files
+
+
 def _contents(snapshot: Snapshot, parts: dict[str, list[PlannedFile]]) -> Contents:
+    # `AsyncWriter` may copy the tensors of these files later; see `Snapshot.state_rests`.
     for file in parts.get("optimizer", ()):
         file.state_rests = snapshot.state_rests
     return Contents(
@@ -190,13 +222,17 @@ def write_contents(
 
 
 class Draft:
-    """A checkpoint that is being written into a hidden folder beside the final path. This process locks the folder.
+    """A checkpoint that is being written into a hidden folder beside the final path.
 
-    The folder is deleted at the end of the `with` block unless `publish` has renamed it.
+    This process locks the hidden folder, so that `clean_stale` of other processes does not delete it. At the end of the
+    `with` block, the folder is deleted unless `publish` has renamed it.
 
     Args:
         path: the final folder. If it exists and is not a checkpoint, a CheckpointError is raised.
         must_be_new: `publish` raises if `path` has a checkpoint. Default: False, which replaces this checkpoint.
+
+    Attributes:
+        folder: the hidden folder. Other ranks of a sharded checkpoint write their files into it, too.
     """
 
     def __init__(self, path: Path | str, *, must_be_new: bool = False) -> None:
@@ -205,13 +241,13 @@ class Draft:
         check_target(self.path)
         make_folder(self.path.parent, sync=False)
         self.folder = hidden(self.path, "tmp")
-        self._lock = contextlib.ExitStack()
-        self._published = False
+        self._lock = contextlib.ExitStack()  # holds the context of `mark_in_use` until `close`
+        self._published = False  # True: the folder has its final name, and `close` must not delete anything
         try:
             make_folder(self.folder, sync=False)
             self._lock.enter_context(mark_in_use(self.folder))
         except BaseException:
-            self.close()
+            self.close()  # __exit__ is not called for errors of __init__
             raise
 
     def __enter__(self) -> Draft:
@@ -229,11 +265,14 @@ class Draft:
 
     def make_folders(self, contents: Contents) -> None:
         """Create the folders for the files of `contents`."""
-        for sub in self._folders(contents):
-            make_folder(sub, sync=False)
+        for folder in self._part_folders(contents):
+            make_folder(folder, sync=False)
 
     def write(self, contents: Contents, *, quiet: LowPriorityThread | None = None) -> dict[str, FileEntry]:
-        """Write this process's files, and return their sizes and hashes. Blocks until the files are synced."""
+        """Write this process's files, and return their sizes and hashes by path. Blocks until the files are synced.
+
+        `make_folders` is called first. See `write_files` for `quiet`.
+        """
         self.make_folders(contents)
         return write_files(self.folder, contents.files, quiet=quiet)
 
@@ -245,15 +284,16 @@ class Draft:
             entries: size and hash of every file in the folder, including files of other processes, by path.
 
         Raises:
-            CheckpointError: `must_be_new` is True and `path` has a checkpoint, or `extra` contains a file name of a
-                checkpoint.
+            CheckpointError: `must_be_new` is True and `path` has a checkpoint, another run has written `path` since
+                this process began to publish, or `contents.extra` has a file with the name of a checkpoint's file.
         """
-        folders = self._folders(contents)
+        folders = self._part_folders(contents)
         if contents.extra is not None:
             folders += self._move_extra(contents.extra)
+        # The files are synced already. Syncing a folder puts the names in it on the disk.
         sync_new_folders()
-        for sub in folders:
-            sync_folder(sub)
+        for folder in folders:
+            sync_folder(folder)
         manifest = Manifest(
             step=contents.step,
             epoch=contents.epoch,
@@ -265,7 +305,8 @@ class Draft:
             metrics=contents.metrics,
             format_version=contents.format_version,
         )
-        # Everything that the manifest lists must be on the disk before the manifest.
+        # Everything that the manifest lists must be on the disk before the manifest, and the manifest before the final
+        # name. After a power failure, a file system may otherwise have the later one only.
         sync_folder(self.folder)
         write_file(self.folder / MANIFEST, manifest.to_bytes())
         sync_folder(self.folder)
@@ -275,11 +316,11 @@ class Draft:
     def _move_extra(self, extra: Path) -> list[Path]:
         """Move the files and folders in `extra` into the draft. Return the draft's folders that contain them."""
         folders = []
-        for folder, _, names in os.walk(extra):
-            folders.append(self.folder / Path(folder).relative_to(extra))
+        for source_folder, _, names in os.walk(extra):
+            folders.append(self.folder / Path(source_folder).relative_to(extra))
             for name in names:
                 # A save hook has written these files, and does not sync them.
-                with (Path(folder) / name).open("rb") as file:
+                with (Path(source_folder) / name).open("rb") as file:
                     os.fsync(file.fileno())
         for entry in list(extra.iterdir()):
             target = self.folder / entry.name
@@ -291,19 +332,24 @@ class Draft:
         extra.rmdir()
         return folders
 
-    def _folders(self, contents: Contents) -> list[Path]:
-        return [self.folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
+    def _part_folders(self, contents: Contents) -> list[Path]:
+        """Return the folders in the draft that contain the files of `contents`, except the draft's folder itself."""
+        return [self.folder / _FOLDER_OF_PART[name] for name in contents.parts if name in _FOLDER_OF_PART]
 
 
 def _listed_parts(contents: Contents, entries: Mapping[str, FileEntry]) -> dict[str, Part]:
-    """Return the parts of the manifest: the files of this process, and in the same folders those of other processes."""
-    own_paths = {file.path for file in contents.files}
+    """Return the parts of the manifest.
+
+    A part has the files that rank 0 (this process) planned for it, followed by the files of other ranks in its folder,
+    such as `model/rank-00001.json`. Only rank 0 writes files of the part "trainer".
+    """
+    paths_of_rank_0 = {file.path for file in contents.files}
     parts = {}
     for name, files in contents.parts.items():
         paths = [file.path for file in files]
-        if name in _FOLDERS:
-            prefix = f"{_FOLDERS[name]}/"
-            paths += [path for path in entries if path.startswith(prefix) and path not in own_paths]
+        if name in _FOLDER_OF_PART:
+            prefix = f"{_FOLDER_OF_PART[name]}/"
+            paths += [path for path in entries if path.startswith(prefix) and path not in paths_of_rank_0]
         parts[name] = Part({path: entries[path] for path in paths})
     return parts
 
@@ -321,6 +367,7 @@ def check_target(path: Path) -> None:
 
 
 def _has_entries(path: Path) -> bool:
+    """Return whether a path is a folder that is not empty."""
     return path.is_dir() and any(path.iterdir())
 
 
@@ -336,21 +383,6 @@ def _check_snapshot(snapshot: Snapshot) -> None:
         )
 
 
-def _plan_trees(
-    folder: str, stem: str, trees: list[Any], shards: dict[str, TensorShards] | None = None
-) -> list[PlannedFile]:
-    files: list[PlannedFile] = []
-    for number, tree in enumerate(trees):
-        name = f"{stem}-{number:05d}"
-        # A rank writes the shards of all trees of a part into one file, so their names need a prefix.
-        root = "" if shards is None else name
-        try:
-            files += plan_tree(f"{folder}/{name}", tree, root=root, shards=shards)
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder}[{number}].{error}") from error
-    return files
-
-
 def _versions() -> dict[str, str]:
     try:
         version = importlib.metadata.version("trainwright")
@@ -360,11 +392,14 @@ def _versions() -> dict[str, str]:
 
 
 def _publish(temporary: Path, path: Path, *, must_be_new: bool) -> None:
+    """Rename the complete checkpoint `temporary` to `path`. Replace a checkpoint at `path` unless `must_be_new`."""
     if must_be_new or not _has_entries(path):
         _publish_new(temporary, path)
         return
-    # A folder with entries cannot be replaced by one rename. Between these two, readers use `aside` (see `staging`).
+    # A folder with entries cannot be replaced by one rename. Between the two renames below, readers use `aside`; see
+    # `staging`.
     aside = hidden(path, "old")
+    # The lock belongs to the open folder, not to its name: it protects `aside` from `clean_stale` of other processes.
     with mark_in_use(path):
         try:
             rename(path, aside)
@@ -375,12 +410,14 @@ def _publish(temporary: Path, path: Path, *, must_be_new: bool) -> None:
                 os.replace(aside, path)
             raise
         finally:
-            # Only after the new checkpoint has its name.
+            # An error may also occur after the second rename, such as Ctrl-C. If `path` does not exist, `aside` is the
+            # only complete checkpoint.
             if aside.exists() and path.exists():
                 _discard(aside, path)
 
 
 def _publish_new(temporary: Path, path: Path) -> None:
+    """Rename `temporary` to `path`, which must not exist or be an empty folder."""
     try:
         rename(temporary, path)
     except OSError as error:
@@ -393,7 +430,9 @@ def _publish_new(temporary: Path, path: Path) -> None:
 
 
 def _discard(aside: Path, path: Path) -> None:
-    # Readers ignore folders with the role `del`.
+    """Delete the replaced checkpoint `aside` of `path`."""
+    # If `path` is deleted later, readers would use an `old` folder whose deletion was interrupted. They ignore folders
+    # with the role `del`.
     doomed = hidden(path, "del")
     try:
         rename(aside, doomed)
