@@ -177,7 +177,7 @@ def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
         )
 
 
-# Each of these returns the new tokens of each row, which may go on after a stop word.
+# Each of these returns the new tokens of each row, which may continue after a stop word.
 
 
 def _by_library(model: Any, prompts: list[Tensor], words: list[list[int]], options: dict[str, Any]) -> list[Tensor]:

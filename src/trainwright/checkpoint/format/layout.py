@@ -55,7 +55,7 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 # The end of a sealed file, see `sealed`. The group is the hash.
 _SEAL = re.compile(rb'"seal": "([0-9a-f]{32})"\n}\n\Z')
 _SEAL_BYTES = 46  # length of a match of `_SEAL`
-_UNSEALED = "0" * 32  # in the place of the hash while the hash is computed
+_UNSEALED = "0" * 32  # instead of the hash, while the hash is computed
 # The beginning of a sealed file. The group is the format version.
 _VERSION = re.compile(rb'\s*{\s*"format_version":\s*([0-9]{1,9})\b')
 
