@@ -192,9 +192,8 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     assert model.module is not None
     length = wanted.sequence_length
     cp = wanted.devices
-    is_decoder = "input_ids" in inspect.signature(model.module.forward).parameters and not (
-        (model.config or {}).get("is_encoder_decoder")
-    )
+    takes_tokens = "input_ids" in inspect.signature(model.module.forward).parameters
+    is_decoder = takes_tokens and not (model.config or {}).get("is_encoder_decoder")
     if wanted.batch_size is None:
         return "pass --batch-size"
     if not is_decoder:
@@ -376,11 +375,16 @@ def _from_config(
             "config.json. A model of timm is timm/NAME."
         ) from error
     facts = raw or config.to_dict()
-    kind = next(
-        (getattr(transformers, name) for name in facts.get("architectures") or () if hasattr(transformers, name)), None
-    )
+    kind: Any = None
+    for name in facts.get("architectures") or ():
+        if kind is None:
+            kind = getattr(transformers, name, None)
     # Custom code of a model names its family in transformers.
-    family = next((name for name in facts.get("auto_map") or () if name.startswith("AutoModelFor")), "AutoModel")
+    family = "AutoModel"
+    for name in facts.get("auto_map") or ():
+        if name.startswith("AutoModelFor"):
+            family = name
+            break
     with init_empty_weights():
         if kind is not None and "auto_map" not in facts:
             model: nn.Module = kind(config)

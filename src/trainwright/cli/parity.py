@@ -76,8 +76,16 @@ def parity(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="trainwright-parity-") as folder:
         runs: list[Tape | str] = []
         for i, (label, strategy) in enumerate(strategies):
-            shared = (wanted.devices, wanted.steps, wanted.seed, defaults, list(map(str, configs)), line.assignments)
-            runs.append(_run(ParityPlan(strategy, *shared), label, Path(folder, f"{i}")))
+            plan = ParityPlan(
+                strategy=strategy,
+                devices=wanted.devices,
+                steps=wanted.steps,
+                seed=wanted.seed,
+                defaults=defaults,
+                configs=[str(config) for config in configs],
+                assignments=line.assignments,
+            )
+            runs.append(_run(plan, label, Path(folder, f"{i}")))
             if isinstance(runs[0], str):
                 print(f"{label} could not train, so that there is no reference: {runs[0]}")
                 return 1
@@ -225,15 +233,15 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
             rows.append([label, *[""] * (2 + len(KINDS)), "failed"])
             continue
         run = result.other
-        losses = [step.loss for step in run.steps[1:] if step.loss is not None]
-        shown = f"{losses[0]:.6g} … {losses[-1]:.6g}" if losses else "–"
+        losses = [step.loss for step in run.steps[1:] if step.loss is not None]  # the first entry is the initial state
+        first_and_last = f"{losses[0]:.6g} … {losses[-1]:.6g}" if losses else "–"
         if run is result.reference:
             cells = [""] * len(KINDS)
             verdict = "reference"
         else:
             cells = [f"{result.worst[kind]:.1e}" if kind in result.worst else "–" for kind in KINDS]
             verdict = "equal" if result.equal else f"differs in step {result.step}"
-        rows.append([label, f"{run.processes}", shown, *cells, verdict])
+        rows.append([label, f"{run.processes}", first_and_last, *cells, verdict])
     print(*table_lines(rows), sep="\n")
 
 
@@ -296,11 +304,11 @@ def load_strategy(plan: ParityPlan) -> tuple[Any, int]:
     name = plan.strategy
     if name == "auto":
         return name, plan.devices
-    if ":" in name and "=" in name:
+    if ":" in name and "=" in name:  # a name with options
         made: Any = make_strategy(name)
     else:
-        make = import_object(name) if ":" in name else STRATEGIES.get(name)
-        made = make() if callable(make) else make
+        found = import_object(name) if ":" in name else STRATEGIES.get(name)
+        made = found() if callable(found) else found  # a class or a function, or a strategy
     if not isinstance(made, Strategy):
         raise ConfigurationError(
             f"--strategies {name}: a {type(made).__name__} is not a Strategy. Name a strategy, or its class."
