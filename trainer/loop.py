@@ -207,7 +207,7 @@ class FitLoop:
         """Return the number of steps until `_after_step` must run again, at least 1. A stop request shortens it."""
         run = self._run
         state = self._run.progress.state
-        stop_is_pending = run.loop.stop != Stop.NOT  # until all ranks know it, or `min_epochs` is reached
+        stop_is_pending = run.loop.stop != Stop.NOT  # until ranks exchange it, or until `min_epochs` is reached
         if stop_is_pending or self._end.is_checked_every_step or run.loop.schedules.monitor_steps:
             return 1
         nearest = min(self._log_every.left(state), self._end.steps_left(state))

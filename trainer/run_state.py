@@ -171,7 +171,7 @@ class RunProgress:
     def add_skipped_data(self, saved: dict[str, Any]) -> None:
         """Merge the result of `skipped_data`. Existing entries stay.
 
-        After a rollback to an older checkpoint, the run still knows the data that it has skipped since.
+        After a rollback to an older checkpoint, the run keeps the list of data that it has skipped since.
         """
         for entry in saved.get("skipped", []):
             skipped = SkippedData(**entry)

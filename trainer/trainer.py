@@ -291,7 +291,7 @@ class Trainer(LightningNames):
             val_dataloaders: one validation loader or several.
             datamodule: a data module to use instead of loaders.
             ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
-            weights_only: accepted without effect, because checkpoints contain no pickles.
+            weights_only: Accepted without effect: checkpoints contain no pickles.
             load_weights_only: load only the weights of `ckpt_path`, and start at step 0. Default: False.
             strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
