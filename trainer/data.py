@@ -40,7 +40,7 @@ class Sources:
     """Data sources of a stage. The task's `*_dataloader` methods are used if neither source has a loader.
 
     Attributes:
-        given: loaders passed to the Trainer, by kind: `"train"`, `"validate"`, `"test"` or `"predict"`.
+        given: loaders passed to the Trainer's method, by kind: `"train"`, `"validate"`, `"test"` or `"predict"`.
         datamodule: the data module, or None.
     """
 
@@ -50,6 +50,11 @@ class Sources:
     @classmethod
     def of(cls, stage: str, datamodule: object, **loaders: object) -> Sources:
         """Return the sources for the arguments of a stage. A data module may also be passed as a loader.
+
+        Args:
+            stage: name of the Trainer's method, for messages.
+            datamodule: the argument of this name, or None.
+            **loaders: the arguments with loaders by their kinds, such as `train=…, validate=None`.
 
         Raises:
             ConfigurationError: both loaders and a data module were passed, or one of them has a wrong type.
@@ -86,7 +91,7 @@ class Sources:
         return overrides(task, method, TaskHooks)
 
     def make(self, kind: str, task: TaskModule) -> Any:
-        """Return the user's loader(s) of this kind.
+        """Return the user's loader(s) of this kind. May call a `*_dataloader` method, which creates a new loader.
 
         Raises:
             ConfigurationError: no source has such a loader, or a `*_dataloader` method returned None.
@@ -119,13 +124,14 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
     """Return the options that prepare a run's training loaders on this rank."""
     ranks = engine.data_ranks
 
-    def agree(values: list[int]) -> list[list[int]]:
+    def gather_numbers(values: list[int]) -> list[list[int]]:
         return engine.data_ranks.gather_of_readers(values)
 
-    def lend(batch: Any) -> list[Any]:
-        gathered = engine.data_ranks.gather(batch)
-        return gathered[:: engine.data_ranks.parts]  # ranks that split one sequence have the same batch
+    def gather_batches(batch: Any) -> list[Any]:
+        batches = engine.data_ranks.gather(batch)
+        return batches[:: engine.data_ranks.parts]  # ranks that split one sequence have the same batch
 
+    # `reader` and `num_readers` count the ranks that read different data.
     return LoaderOptions(
         rank=ranks.reader,
         world=ranks.num_readers,
@@ -133,8 +139,8 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
         use_distributed_sampler=arguments.use_distributed_sampler,
         uneven=arguments.uneven_batches,
         lockstep_evaluation=engine.capabilities.lockstep_evaluation,
-        agree=agree if ranks.num_readers > 1 else None,
-        lend=lend,
+        agree=gather_numbers if ranks.num_readers > 1 else None,
+        lend=gather_batches,
         per_sample_rng=arguments.per_sample_rng,
         workers=workers,
     )
@@ -148,12 +154,17 @@ class TrainData:
     Args:
         loader: the user's loader, or a list or dict of loaders to combine.
         options: loader options of the run.
-        limit: `limit_train_batches`.
+        limit: `limit_train_batches`; None for all batches.
         overfit: `overfit_batches`: number or fraction of batches to use without shuffling, instead of `limit`. 0 keeps
             `limit` and the shuffling.
 
     Attributes:
-        given: the loader that the user passed.
+        given: the loader, or the list or dict of loaders, that the user has passed or a method has returned.
+        loader: the prepared loader of this rank.
+        num_batches: micro-batches of an epoch on this rank, after the limit. None if unknown, and before `begin_epoch`.
+
+    Raises:
+        ConfigurationError: `loader` cannot be prepared.
     """
 
     def __init__(
@@ -189,7 +200,11 @@ class TrainData:
         )
 
     def state_dict(self, state: TrainState) -> dict[str, Any]:
-        """Return the position in the data, serializable as JSON and the same on every rank."""
+        """Return the position in the data, serializable as JSON and the same on every rank.
+
+        For example `{"position": {"batch": 3, "samples": 24}, "epoch": 1, "order": {…}}`. `order` has the values
+        that the position depends on (see `PreparedLoader.facts`), and is omitted without such values.
+        """
         place: dict[str, Any] = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
         facts = self.loader.facts()
         if facts:
@@ -207,6 +222,8 @@ class TrainData:
     def check_resume(self, place: Mapping[str, Any], num_ranks: int) -> None:
         """Check that training can continue from a checkpoint's position in the data, before anything is loaded.
 
+        Warns if the rest of the epoch has another order, or if a stateful loader starts from scratch.
+
         Args:
             place: the position, as for `load_place`.
             num_ranks: number of ranks that read different data in this run.
@@ -215,22 +232,25 @@ class TrainData:
             ConfigurationError: training cannot continue from that position.
         """
         name = self.loader.options.title
-        states = place.get("loaders") or []
-        in_epoch = place["position"] is not None
-        before = place.get("order")
-        now = self.loader.facts()
-        if in_epoch and before is not None and before != now and place["position"]["batch"]:
+        states = place.get("loaders") or []  # of a stateful loader: one for each rank that read different data
+        position = place["position"]  # None at the start of an epoch
+        saved_order = place.get("order")
+        own_order = self.loader.facts()
+        is_mid_epoch = position is not None and position["batch"] > 0
+        if is_mid_epoch and saved_order is not None and saved_order != own_order:
             warnings.warn(
-                f"{name} has {_listed(now)}, but the checkpoint was written in the middle of an epoch with "
-                f"{_listed(before)}. The rest of the epoch has a different order, so some samples are repeated and "
-                "others are missing. Resume with the same data and sampler, or from a checkpoint at the end of an "
+                f"{name} has {_listed(own_order)}, but the checkpoint was written in the middle of an epoch with "
+                f"{_listed(saved_order)}. The rest of the epoch has a different order, so some samples are repeated "
+                "and others are missing. Resume with the same data and sampler, or from a checkpoint at the end of an "
                 "epoch.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        if not self.loader.stateful or not states or len(states) == num_ranks:
-            self.loader.check_resume(place["position"]["batch"] if in_epoch else 0, has_state=bool(states))
-        elif in_epoch:
+        states_fit = not states or len(states) == num_ranks
+        if not self.loader.stateful or states_fit:
+            first_batch = 0 if position is None else position["batch"]
+            self.loader.check_resume(first_batch, has_state=bool(states))
+        elif position is not None:
             raise ConfigurationError(
                 f"{name} is stateful, so the checkpoint holds one loader state for each of {len(states)} rank(s), "
                 f"which cannot be divided among {num_ranks}. Resume with {len(states)} rank(s) or from a checkpoint "
@@ -251,7 +271,7 @@ class TrainData:
 
         Args:
             place: the result of `state_dict`, with the states of all ranks' stateful loaders under `loaders`. Its
-                `position` is None at the start of an epoch.
+                `position` is None at the start of an epoch, where `Loads.resume` has set it to None.
             rank: index of this rank among the ranks that read different data.
             num_ranks: number of ranks that read different data.
         """
@@ -271,17 +291,20 @@ class EvaluationData:
         epoch: the epoch of the training.
 
     Attributes:
-        given: the loaders that the user passed.
+        given: the loaders that the user has passed or a method has returned.
+        is_list: True if these are several loaders, also if it is a list of one.
+        loaders: the prepared loaders of this rank.
+        limits: batches to run of each loader; None if the length of the loader is unknown. Set by `begin`.
     """
 
     def __init__(
         self, loaders: object, kind: EvaluationKind, options: LoaderOptions, *, limit: int | float | None, epoch: int
     ) -> None:
         self.given = loaders
-        if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":  # the same as its list of loaders
             loaders = loaders.iterables
-        items = members_of(loaders) if holds_loaders(loaders) else [loaders]
         self.is_list = holds_loaders(loaders)
+        items = members_of(loaders) if holds_loaders(loaders) else [loaders]
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
         self._limit = limit
         self._name = _LIMITS[kind]
@@ -289,7 +312,10 @@ class EvaluationData:
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
-        """Begin an evaluation in an epoch of the training: read the lengths of the data. Collective."""
+        """Begin an evaluation in an epoch of the training: read the lengths of the data. Collective.
+
+        A sampler may depend on the epoch. Callbacks may have changed the data, and so its length.
+        """
         for loader in self.loaders:
             loader.set_epoch(epoch)
         self.limits = [resolve_limit(self._limit, loader.num_batches, self._name) for loader in self.loaders]
@@ -301,7 +327,7 @@ class EvaluationData:
 
     @property
     def num_batches(self) -> list[int | float]:
-        """Batches of each loader on one rank; infinite when unknown."""
+        """Batches to run of each loader on this rank; infinite if unknown."""
         return [float("inf") if limit is None else limit for limit in self.limits]
 
 
@@ -309,7 +335,7 @@ def _in_order(loader: object, options: LoaderOptions, overfit: int | float) -> L
     """Return the options that read the data in its order, and warn of a sampler that they ignore."""
     leaves = leaves_of(getattr(loader, "iterables", loader))
     names = [type(leaf.sampler).__name__ for leaf in leaves if hasattr(leaf, "sampler")]
-    # The sampler of an iterable data set has no order.
+    # torch gives a DataLoader of an iterable data set an _InfiniteConstantSampler, which has no order to ignore.
     ignored = [name for name in names if name not in ("SequentialSampler", "_InfiniteConstantSampler")]
     if ignored and options.rank == 0:
         warnings.warn(
@@ -322,6 +348,7 @@ def _in_order(loader: object, options: LoaderOptions, overfit: int | float) -> L
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
+    """Return the description of an order as text, such as `samples=100, shuffle=True`."""
     return ", ".join(f"{key}={value}" for key, value in facts.items()) or "an unknown order"
 
 
@@ -333,13 +360,14 @@ def _argument(stage: str, kind: str) -> str:
 
 
 def _refuse_empty(loader: object, name: str) -> None:
+    """Raise an error if a loader, or one in a container of loaders, has length 0. `name` is that of the argument."""
     if isinstance(loader, CombinedLoader):
         loader = loader.flattened
     if not isinstance(loader, Sized):
         return
     try:
         length = len(loader)
-    except TypeError:
+    except TypeError:  # a DataLoader of an iterable data set without a length
         return
     if length == 0:
         raise ConfigurationError(
@@ -361,12 +389,15 @@ class StageData:
         progress: provides the seed and the training progress.
 
     Attributes:
+        sources, datamodule: the data sources, and their data module or None.
         workers: the loader workers of the stage.
         made: the training data, or None before its creation.
         evaluations: the created evaluation data, by kind.
-        shown: the user's loaders, by kind, that the Trainer's attributes return and no stage reads.
-        on_made: receives training and evaluation data after its creation. Default: None.
-        place: the position in the training data from a checkpoint, until an epoch uses it.
+        shown: the user's loaders, by kind, that the Trainer's attributes return and no stage reads. Set by a search.
+        on_made: called with training and evaluation data after its creation. Set by the profiler. Default: None.
+        place: the position in the training data from a checkpoint (see `TrainData.state_dict`). `load_state_dict` sets
+            it, and `enter_saved_position` clears it at the start of the next epoch. Its `position` is None if that
+            epoch begins at its first batch.
     """
 
     def __init__(
@@ -383,7 +414,7 @@ class StageData:
         self.evaluations: dict[str, EvaluationData] = {}
         self.shown: dict[str, Any] = {}
         self.place: dict[str, Any] | None = None
-        self._made_in: dict[str, int] = {}
+        self._made_in: dict[str, int] = {}  # kind of the loaders → epoch in which the user's method created them
         self.on_made: Callable[[TrainData | EvaluationData], None] | None = None
 
     def _options(self) -> LoaderOptions:
@@ -392,25 +423,28 @@ class StageData:
         return loader_options(self._settings.arguments, self._engine, seed, self.workers)
 
     def _make(self, kind: str) -> Any:
-        """Return the user's loaders, requested with the `current_epoch` of the uninterrupted run.
+        """Return the user's loaders, created with the `current_epoch` of the uninterrupted run.
 
-        After a resume, this is the epoch in which the interrupted run requested them, unless a reload was due since.
+        After a resume, this is the epoch in which the interrupted run created them, unless a reload was due since.
         """
         state = self._progress.state
-        current = state.epoch
-        epoch = self._made_in.get(kind, current)
-        # reload_dataloaders_every_n_epochs=2, a resume in epoch 5: the last reload was due in epoch 4, so that loaders
-        # of epoch 4 are made again, and those of epoch 2 are not.
-        every = self._settings.arguments.reload_dataloaders_every_n_epochs
-        last_reload = current - current % every if every > 0 else 0
+        current_epoch = state.epoch
+        epoch = self._made_in.get(kind, current_epoch)
+        # reload_dataloaders_every_n_epochs=2, a resume in epoch 5: the last reload was due in epoch 4. If the run has
+        # created its loaders in epoch 4, they are created as in epoch 4 again. If it has created them in epoch 2, they
+        # are created as in epoch 5.
+        reload_every = self._settings.arguments.reload_dataloaders_every_n_epochs
+        last_reload = 0
+        if reload_every > 0:
+            last_reload = current_epoch - current_epoch % reload_every
         if epoch < last_reload:
-            epoch = current
+            epoch = current_epoch
         self._made_in[kind] = epoch
         state.epoch = epoch  # the user's method may read it
         try:
             return self.sources.make(kind, self._task)
         finally:
-            state.epoch = current
+            state.epoch = current_epoch
 
     @property
     def _task(self) -> TaskModule:
@@ -419,7 +453,10 @@ class StageData:
         return self._given_task
 
     def train(self) -> TrainData:
-        """Return the training data. The first call creates it."""
+        """Return the training data. The first call creates it, and the first call after `forget`.
+
+        Creating it is collective if ranks have their own loaders.
+        """
         if self.made is None:
             self.made = TrainData(
                 self._make("train"),
@@ -437,7 +474,7 @@ class StageData:
         return self.made
 
     def evaluation(self, kind: EvaluationKind) -> EvaluationData:
-        """Return the data of `"validate"`, `"test"` or `"predict"`. The first call creates it."""
+        """Return the data of `"validate"`, `"test"` or `"predict"`. The first call creates it, and is collective."""
         data = self.evaluations.get(kind)
         if data is None:
             loaders = self._make(kind)
@@ -448,9 +485,8 @@ class StageData:
             overfit = self._settings.arguments.overfit_batches
             if kind == "validate" and overfit:
                 options = _in_order(loaders, options.evaluating(kind), overfit)
-            data = self.evaluations[kind] = EvaluationData(
-                loaders, kind, options, limit=limit, epoch=self._progress.state.epoch
-            )
+            data = EvaluationData(loaders, kind, options, limit=limit, epoch=self._progress.state.epoch)
+            self.evaluations[kind] = data
             if self.on_made is not None:
                 self.on_made(data)
         return data
@@ -464,14 +500,14 @@ class StageData:
         return has_step(self._task, "validation_step") and self.sources.has("validate", self._task)
 
     def given(self, kind: str) -> Any:
-        """Return the user's loaders of this kind; None before they are created."""
+        """Return the user's loaders of this kind for the Trainer's attributes; None before they are created."""
         made = self.made if kind == "train" else self.evaluations.get(kind)
         if made is None:
             return self.shown.get(kind)
         return made.given
 
     def show(self, kind: str) -> None:
-        """Create the user's loaders of this kind, only for the Trainer's attributes."""
+        """Create the user's loaders of this kind only for the Trainer's attributes, after a search."""
         self.shown[kind] = self.sources.make(kind, self._task)
 
     def forget(self) -> None:
@@ -492,13 +528,17 @@ class StageData:
         if place is None:
             return None
         data.load_place(place, self._engine.data_ranks.reader, self._engine.data_ranks.num_readers)
-        found: Mapping[str, int] | None = place["position"]
-        if found is not None:
-            self._progress.state.batch_in_epoch = found["batch"]
-        return found
+        position: Mapping[str, int] | None = place["position"]
+        if position is not None:
+            self._progress.state.batch_in_epoch = position["batch"]
+        return position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the training data for a checkpoint. It is the same on every rank."""
+        """Return the position in the training data for a checkpoint. It is the same on every rank.
+
+        Empty before the training data is created. See `TrainData.state_dict`. `made_in` has the epochs in which the
+        loaders of each kind were created.
+        """
         if self.made is None:
             return {}
         return {**self.made.state_dict(self._progress.state), "made_in": dict(self._made_in)}
@@ -510,16 +550,16 @@ class StageData:
         return self.made.loader.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. The next epoch starts there."""
+        """Load the result of `state_dict`. The next epoch starts there, or at its first batch if `saved` is empty."""
         self.made = None  # the next use creates it with the seed of the restored run
-        self.place = dict(saved) or None
+        self.place = dict(saved) or None  # a copy, because `Loads.resume` changes it
         self._made_in = dict(saved.get("made_in", {}))  # an older checkpoint has none
 
     def close(self, *, keep_state: bool) -> None:
         """End the loader workers. An error's traceback or the Trainer could otherwise keep them alive.
 
         Args:
-            keep_state: store the state of a stateful loader first, for a later save.
+            keep_state: store the state of a stateful loader first, so that a save after the stage can read it.
         """
         if self.made is not None and keep_state:
             self.made.keep_state()
@@ -538,12 +578,12 @@ def incomplete_validation(sources: Sources, task: TaskModule, limit: int | float
         task: the task of the fit.
         limit: `limit_val_batches`; 0 disables validation.
     """
-    steps = has_step(task, "validation_step")
-    data = sources.has("validate", task)
+    has_validation_step = has_step(task, "validation_step")
+    has_data = sources.has("validate", task)
     name = type(task).__name__
-    if steps == data or limit == 0:
+    if has_validation_step == has_data or limit == 0:
         return None
-    if data:
+    if has_data:
         lacks = f"{name} has no validation_step. Define validation_step(self, batch, batch_idx)"
     else:
         lacks = f"there is no data for {name}.validation_step. Pass val_dataloaders"

@@ -23,9 +23,10 @@ from trainwright.trainer.search.replay import StepCalls, replay_batch
 
 
 class Abandoned(Exception):
-    """An evaluation was stopped before its end. Its metrics are discarded."""
+    """Exception that ends an evaluation before its last batch. Its metrics are discarded."""
 
 
+# Kind → its name in hooks, steps and `TrainState`: `on_validation_start`, `validation_step`, `validation_batches`.
 _EVENTS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
@@ -55,7 +56,8 @@ def evaluate(
         Abandoned: `abandon` returned True. Raised on every rank.
 
     Returns:
-        The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`).
+        The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`). Without
+        batches to run, no hook is called and there are no metrics.
     """
     loop = _EvaluationLoop(run, kind, max_batches, keep, abandon)
     return loop.run(when_metrics_known), loop.outputs
@@ -79,7 +81,7 @@ class _EvaluationLoop:
         self.outputs: list[list[Any]] = []
         self._run = run
         self._kind: EvaluationKind = kind
-        self._name = _EVENTS[kind]  # in hooks
+        self._name = _EVENTS[kind]  # in hooks and steps
         self._max_batches = max_batches
         self._keep = keep
         self._abandon = abandon
@@ -94,7 +96,7 @@ class _EvaluationLoop:
         self.outputs = [[] for _ in data.loaders]
         if not any(limit is None or limit > 0 for limit in limits):
             return Flushed()
-        before = self._metrics.stage
+        outer_stage = self._metrics.stage  # "train" for a validation within a fit; None without a fit
         run.evaluation.kind = self._kind
         run.engine.begin_evaluation()
         inference_mode = run.settings.arguments.inference_mode and run.engine.capabilities.inference_mode
@@ -108,8 +110,8 @@ class _EvaluationLoop:
                 self._metrics.batch = None
                 self._metrics.in_step = False
                 self._metrics.dataloader_idx = None
-                if before is not None:
-                    self._metrics.switch(before)
+                if outer_stage is not None:
+                    self._metrics.switch(outer_stage)
 
     def _prepare(self) -> tuple[EvaluationData, list[int | None]]:
         """Return the data and the batch limit of each loader. Sets `num_eval_batches` of the run."""
@@ -123,7 +125,7 @@ class _EvaluationLoop:
         metrics = self._metrics
         name = self._name
         if self._kind == "predict":
-            metrics.close("a prediction")
+            metrics.close("a prediction")  # `log` raises an error that contains this text
         run.hooks.fire(f"on_{name}_start")
         data, limits = self._prepare()  # a callback may have replaced the loaders
         run.hooks.fire(f"on_{name}_epoch_start")
@@ -141,6 +143,8 @@ class _EvaluationLoop:
         return flushed
 
     def _run_loader(self, index: int, loader: PreparedLoader, limit: int | None) -> None:
+        """Run the batches of the loader at `index`, at most `limit`."""
+        # In lockstep, all ranks run the same number of steps, because a forward is collective.
         in_lockstep = self._run.engine.capabilities.lockstep_evaluation
         num_done = 0
         calls = StepCalls()
@@ -149,12 +153,14 @@ class _EvaluationLoop:
                 raise Abandoned
             num_done = idx + 1
             if in_lockstep and not loader.has_batch(idx):
-                self._replay(batch, idx, calls)
+                self._replay(batch, idx, calls)  # this rank has no more data, and others have
                 continue
-            # A later batch of this rank may have to repeat the calls of this step.
-            records = in_lockstep and not (loader.counts and loader.has_batch(idx + 1))
-            recorded = calls.record(self._run.task, self._run.trainer) if records else contextlib.nullcontext()
-            output = self._run_batch(batch, idx, recorded)
+            # The next batch of this rank may be a replay of this step, unless it is known to have data.
+            next_has_data = loader.counts is not None and loader.has_batch(idx + 1)
+            recording: AbstractContextManager[None] = contextlib.nullcontext()
+            if in_lockstep and not next_has_data:
+                recording = calls.record(self._run.task, self._run.trainer)
+            output = self._run_batch(batch, idx, recording)
             self._steps.end_batch((index, idx))
             if self._keep:
                 self.outputs[index].append(output)
@@ -163,17 +169,18 @@ class _EvaluationLoop:
         loader.end_pass()
 
     def _replay(self, batch: Batch, idx: int, calls: StepCalls) -> None:
+        """Repeat the communication of this rank's last step, without results."""
         run = self._run
         dataloader_idx = self._metrics.dataloader_idx
         replay_batch(run.task, run.engine.step, self._kind, f"{self._name}_step", batch, idx, dataloader_idx, calls)
 
-    def _run_batch(self, batch: Batch, idx: int, recorded: AbstractContextManager[None]) -> Any:
+    def _run_batch(self, batch: Batch, idx: int, recording: AbstractContextManager[None]) -> Any:
         """Run one batch and return the output of the step, detached if hooks or the caller receive it.
 
         Args:
             batch: the batch.
             idx: index of the batch.
-            recorded: context for the call of the step.
+            recording: context for the call of the step.
         """
         run = self._run
         metrics = self._metrics
@@ -189,13 +196,13 @@ class _EvaluationLoop:
         for hook in getattr(table, f"on_{self._name}_batch_start"):
             hook(run.trainer, task, batch, idx, *index_args)
         try:
-            with recorded:
+            with recording:
                 output = run.engine.step.evaluate(step, batch, idx, dataloader_idx)
         except Exception as error:
             run.recovery.note_batch(error, step, batch, idx)
             raise
-        ends = getattr(table, f"on_{self._name}_batch_end")
-        if ends or self._keep:
+        end_hooks = getattr(table, f"on_{self._name}_batch_end")
+        if end_hooks or self._keep:
             try:
                 # Detach only if necessary, which is if the step enables gradients itself. The output may be the batch
                 # itself, and a callback may change it in place.
@@ -203,7 +210,7 @@ class _EvaluationLoop:
                     output = map_tensors(torch.Tensor.detach, output)
             except RecursionError as error:
                 raise too_deep(f"the result of {step}") from error
-        for hook in ends:
+        for hook in end_hooks:
             hook(run.trainer, task, output, batch, idx, *index_args)
         metrics.batch = None
         metrics.in_step = False
@@ -235,11 +242,11 @@ class _StepLog:
         self._run = run
         self._kind = kind
         self._counts = kind != "predict" and not run.evaluation.sanity_checking and not run.is_trial
-        self._counter = f"{_EVENTS[kind]}_batches"
-        self._num_steps = getattr(run.state, self._counter) if self._counts else 0
+        self._counter = f"{_EVENTS[kind]}_batches"  # `state.validation_batches` or `state.test_batches`
+        self._num_steps: int = getattr(run.state, self._counter) if self._counts else 0
 
     def end_batch(self, place: Place) -> None:
-        """Keep what the batch at `place` has logged."""
+        """End the batch at `place` (index of the loader, index of the batch), and log the rows that are complete."""
         run = self._run
         if self._counts and run.settings.loggers:
             rows = run.logs.metrics.end_evaluation_step(self._num_steps, place, run.logs.exchange)
@@ -297,22 +304,24 @@ class Prediction:
     def run(self) -> list[Any] | None:
         """Return the outputs of all ranks in the order of the data, or None without `keep`. Collective.
 
-        With several loaders, return one list per loader.
+        With a list or dict of loaders, return one list per loader.
         """
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
         self._warn_of_missing_predictions(outputs)
         ranks = self._run.engine.data_ranks
-        merged = in_dataset_order(ranks.gather(outputs)[:: ranks.parts])
+        outputs_by_rank = ranks.gather(outputs)[:: ranks.parts]  # ranks that split one sequence have the same batches
+        merged = in_dataset_order(outputs_by_rank)
         return merged if self._run.data.evaluation("predict").is_list else merged[0]
 
     def _warn_of_missing_predictions(self, outputs: list[list[Any]]) -> None:
-        flat = list(itertools.chain.from_iterable(outputs))
-        missing = sum(output is None for output in flat)
-        if missing and self._run.engine.is_main:
+        all_outputs = list(itertools.chain.from_iterable(outputs))
+        num_missing = sum(output is None for output in all_outputs)
+        if num_missing and self._run.engine.is_main:
             warnings.warn(
-                f"{type(self._run.task).__name__}.predict_step returned None for {missing} of {len(flat)} batches. "
+                f"{type(self._run.task).__name__}.predict_step returned None for {num_missing} of {len(all_outputs)} "
+                "batches. "
                 "Return the predictions, or pass return_predictions=False.",
                 TrainwrightWarning,
                 stacklevel=2,
@@ -337,8 +346,10 @@ def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, floa
 def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
     """Merge the outputs of all ranks: batch i of rank r is batch `i × number of ranks + r` of its loader.
 
+    For example, outputs `[[[a0, a2]], [[a1]]]` of two ranks and one loader become `[[a0, a1, a2]]`.
+
     Args:
-        by_rank: outputs by rank and loader.
+        by_rank: outputs by rank and loader. Ranks may have different numbers of outputs.
     """
     merged: list[list[Any]] = []
     for of_loader in zip(*by_rank, strict=True):  # the outputs of each rank for one loader
@@ -352,6 +363,7 @@ def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
 
 
 def _least(limit: int | None, other: int | None) -> int | None:
+    """Return the smaller limit; None is no limit."""
     known = [value for value in (limit, other) if value is not None]
     return min(known) if known else None
 

@@ -13,12 +13,13 @@ class EvaluationState:
     """Progress of an evaluation.
 
     Attributes:
-        kind: `"validate"`, `"test"` or `"predict"` while an evaluation runs, else None.
+        kind: `"validate"`, `"test"` or `"predict"` while an evaluation runs, else None. Also set within a fit.
         sanity_checking: the validation before training is running.
-        batches_done: evaluation batches completed by this rank.
-        num_batches: batches of each loader of the current evaluation, on this rank.
-        own_objects: metric objects of the task that had no update when the running validation of a fit began. What they
-            hold belongs to this validation, which a resume repeats from its start.
+        batches_done: evaluation batches that this rank has completed in this stage, over all evaluations.
+        own_objects: metric objects of the task that had no update when the running validation of a fit began. Their
+            values belong to this validation. A resume repeats it from its start, so checkpoints omit these values.
+            Empty outside of such validations. After an error within one, they stay for the save that follows.
+        num_batches: batches of each loader of the current evaluation, on this rank; infinite if unknown.
     """
 
     kind: EvaluationKind | None = None

@@ -40,25 +40,26 @@ class Progress:
 
 
 def _counts(reached: int, completed: int) -> Counts:
+    """Return the counts if `reached` epochs or batches have begun, of which `completed` have ended."""
     return Counts(ready=reached, started=reached, processed=completed, completed=completed)
 
 
 class _Limit:
-    """A limit of the fit. It can be set; a change takes effect in the next fit."""
+    """A limit of the fit, -1 for no limit. It can be set; a change takes effect in the next fit."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, loop: _Loop, owner: type | None = None) -> int:
-        found = getattr(loop._settings.limits, self._name)
-        return -1 if found is None else int(found)
+        limit = getattr(loop._settings.limits, self._name)
+        return -1 if limit is None else int(limit)
 
     def __set__(self, loop: _Loop, value: int | None) -> None:
         loop._settings.limits = loop._settings.limits.with_changed(self._name, value)
 
 
 class _Loop:
-    """Base class of both views. Attributes that they lack can be neither read nor set.
+    """Base class of `FitLoopView` and `EpochLoopView`. Attributes that they lack can be neither read nor set.
 
     Args:
         settings: The Trainer's settings, with the limits.
@@ -69,8 +70,7 @@ class _Loop:
 
     def __init__(self, settings: Settings, find_run: Callable[[], StageRun]) -> None:
         self._settings = settings
-        # The limits can be read and set before there is a run.
-        self._find_run = find_run
+        self._find_run = find_run  # called at each use, because every stage has a new run
 
     max_steps = _Limit()
     min_steps = _Limit()
@@ -79,7 +79,7 @@ class _Loop:
     def batch_idx(self) -> int:
         """0-based index of the current or last micro-batch in its epoch; -1 before the first."""
         group = self._run.loop.group
-        if group is None:
+        if group is None:  # outside of an epoch
             return self._run.state.batch_in_epoch - 1
         return group.first_idx + group.index
 

@@ -28,7 +28,11 @@ class StageHooks:
         callbacks: callbacks of the stage. Its setup adds the task's own.
 
     Attributes:
-        table: the hooks of each event. Events within a step are fired by the loop, which reads the table.
+        trainer: see above.
+        task_or_none: the task; None before there is one.
+        callbacks: see above.
+        table: the hooks of each event. Empty until `StageRun.set_up` fills it. The loop and the step read the hooks of
+            their events from the table, and call `fire` for rare events only.
     """
 
     def __init__(self, trainer: Run, engine: Engine, task: TaskModule | None, callbacks: list[Callback]) -> None:
@@ -50,12 +54,17 @@ class StageHooks:
         return self.task_or_none
 
     def fire(self, event: str, *args: object) -> None:
-        """Call all hooks of an event."""
+        """Call all hooks of an event, in order: those of the callbacks and of the task.
+
+        Args:
+            event: name of a field of `HookTable`.
+            *args: arguments after the Trainer and the task.
+        """
         for hook in getattr(self.table, event):
             hook(self.trainer, self.task_or_none, *args)
 
     def all_of(self, role: type[Role]) -> list[Role]:
-        """Return the callbacks with a role, in order."""
+        """Return the callbacks with a role (see `callbacks.roles`), in order."""
         return [callback for callback in self.callbacks if isinstance(callback, role)]
 
     def first_of(self, role: type[Role]) -> Role | None:
@@ -68,7 +77,7 @@ class StageHooks:
         return self.first_of(Saver)  # type: ignore[type-abstract]  # a protocol serves as a role
 
     def callback_states(self) -> dict[str, Any]:
-        """Return the states of the callbacks that have one, by their state keys."""
+        """Return the states of the callbacks by their state keys. Callbacks with an empty state are omitted."""
         states = {}
         for callback in self.callbacks:
             state = callback.state_dict()
@@ -82,9 +91,9 @@ class StageHooks:
             return
         display = self.first_of(ProgressDisplay)  # type: ignore[type-abstract]  # as above
         show: Callable[..., None] = print if display is None else display.print
-        if "file" in options:
+        if "file" in options:  # an error of the user's file is raised
             show(*values, **options)
-        else:
+        else:  # a closed terminal must not end the training
             try_output(show, *values, **options)
 
     def warn(self, message: str) -> None:

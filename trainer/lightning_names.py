@@ -1,4 +1,8 @@
-"""The attributes and methods of a Trainer that Lightning's users and callbacks expect."""
+"""The attributes and methods of a Trainer that Lightning's users and callbacks expect.
+
+`LightningNames` lists them as descriptors: `Argument` reads an argument of the Trainer, `Setting` a setting that can be
+changed, and `Fact` the current or last run. `of_run` and `of_part` make methods that call those of the run's parts.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +65,8 @@ class Argument(Generic[T]):
     def __get__(self, trainer: LightningNames | None, owner: type | None = None) -> T:
         if trainer is None:
             return self  # type: ignore[return-value]  # the descriptor itself, for documentation tools
-        found: Any = getattr(trainer.settings.arguments, self._name)
-        return self._unset if found is None else found  # type: ignore[return-value]  # None where T allows it
+        value: Any = getattr(trainer.settings.arguments, self._name)
+        return self._unset if value is None else value  # type: ignore[return-value]  # None where T allows it
 
     def __set__(self, trainer: LightningNames, value: T) -> NoReturn:
         raise AttributeError(f"trainer.{self._name} cannot be changed; pass Trainer({self._name}={value!r}).")
@@ -112,12 +116,31 @@ class Setting(Generic[T]):
         setattr(trainer.settings, self._name, value)
 
 
-def _given(stage: str, noun: str) -> Fact[Any]:
-    return Fact(lambda run: run.data.given(stage), f"The user's {noun} loaders; None before they are created.")
+def _loaders(kind: str, noun: str) -> Fact[Any]:
+    """Return the attribute with the user's loaders of a kind, such as `"train"`. `noun` names the kind in its docs."""
+    return Fact(lambda run: run.data.given(kind), f"The user's {noun} loaders; None before they are created.")
 
 
-def _num_batches(stage: str, noun: str) -> Fact[list[int | float]]:
-    return Fact(lambda run: run.num_batches(stage), f"Batches of each {noun} loader on one rank.")
+def _num_batches(kind: str, noun: str) -> Fact[list[int | float]]:
+    """Return the attribute with the numbers of batches of the loaders of a kind."""
+    return Fact(lambda run: run.num_batches(kind), f"Batches of each {noun} loader on one rank.")
+
+
+def _log_dir(run: StageRun) -> str | None:
+    """Return the folder of the first logger that has one; without loggers `default_root_dir`."""
+    if not run.settings.loggers:
+        return str(run.settings.root)
+    for logger in run.settings.loggers:
+        if logger.log_dir is not None:
+            folder: str = logger.log_dir
+            return folder
+    return None
+
+
+def _distributed_sampler_kwargs(run: StageRun) -> dict[str, int] | None:
+    if run.logs.exchange is None:  # one process
+        return None
+    return {"num_replicas": run.engine.data_ranks.num_readers, "rank": run.engine.data_ranks.reader}
 
 
 def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -158,7 +181,7 @@ def _recovery(run: StageRun) -> Recovery:
 
 
 class ConnectorView:
-    """What libraries read of `trainer._accelerator_connector`.
+    """The part of Lightning's `trainer._accelerator_connector` that libraries read.
 
     Args:
         run: the Trainer's current or last run.
@@ -255,15 +278,11 @@ class LightningNames:
     num_devices = Fact[int](lambda run: len(run.engine.settings.device_indices), "Processes on this node.")
     is_global_zero = Fact[bool](lambda run: run.engine.is_main, "True on the main process.")
     distributed_sampler_kwargs = Fact[dict[str, int] | None](
-        lambda run: (
-            None
-            if run.logs.exchange is None
-            else {"num_replicas": run.engine.data_ranks.num_readers, "rank": run.engine.data_ranks.reader}
-        ),
+        _distributed_sampler_kwargs,
         "Number of data ranks and this process's data rank; None for one process.",
     )
 
-    # pruning callbacks of optuna-integration and darts read it
+    # Pruning callbacks of optuna-integration and darts read it.
     _accelerator_connector = Fact[ConnectorView](ConnectorView, "Part of Lightning's connector of the same name.")
 
     # Progress
@@ -321,21 +340,17 @@ class LightningNames:
         lambda run: run.places.folder, "Folder of checkpoints that are saved without a folder of their own."
     )
     log_dir = Fact[str | None](
-        lambda run: (
-            next((logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None), None)
-            if run.settings.loggers
-            else str(run.settings.root)
-        ),
+        _log_dir,
         "The folder of the first logger that has one. Known on the main rank after a stage has started. Without a "
         "logger: `default_root_dir`.",
     )
 
     # Data, and numbers of batches and steps
 
-    train_dataloader = _given("train", "training")
-    val_dataloaders = _given("validate", "validation")
-    test_dataloaders = _given("test", "test")
-    predict_dataloaders = _given("predict", "prediction")
+    train_dataloader = _loaders("train", "training")
+    val_dataloaders = _loaders("validate", "validation")
+    test_dataloaders = _loaders("test", "test")
+    predict_dataloaders = _loaders("predict", "prediction")
     num_training_batches = Fact[int | float](
         lambda run: run.num_training_batches,
         "Micro-batches of one training epoch on one rank; infinite if the loader has no length.",
@@ -410,10 +425,13 @@ class LightningNames:
     if not TYPE_CHECKING:  # type checkers would accept any name otherwise
 
         def __getattr__(self, name: str) -> NoReturn:
+            """Raise an error that says what to use instead. Python calls this for missing attributes only."""
             if name == "run":
                 raise AttributeError("the Trainer's __init__ has not completed")
+            # Python also calls it if the code of an attribute raises an AttributeError. Reading the attribute again
+            # raises this error, which names the cause.
             if hasattr(type(self), name):
-                object.__getattribute__(self, name)  # raises the error of the attribute's own code
+                object.__getattribute__(self, name)
             if name in INTERNALS:
                 raise AttributeError(f"trainer.{name} does not exist here: {INTERNALS[name]}.")
             if name.startswith("_"):

@@ -32,7 +32,7 @@ from trainwright.trainer.run_state import RunProgress
 
 @dataclass(slots=True)
 class ShownMetrics:
-    """The latest value of every metric.
+    """The latest value of every metric, read from the device.
 
     Attributes:
         callback, logged, progress_bar: the values of `callback_metrics`, `logged_metrics` and `progress_bar_metrics`.
@@ -43,13 +43,13 @@ class ShownMetrics:
     progress_bar: dict[str, float] = field(default_factory=dict)
 
     def show(self, flushed: Flushed) -> None:
-        """Show metrics to callbacks and the progress bar."""
+        """Replace the values of the metrics in `flushed`. Other metrics keep their latest values."""
         self.callback.update(flushed.callback)
         self.logged.update(flushed.logged)
         self.progress_bar.update(flushed.prog_bar)
 
     def load(self, metrics: Mapping[str, float]) -> None:
-        """Restore the values that callbacks and schedules saw when a checkpoint was written."""
+        """Restore `callback_metrics` from a checkpoint. Callbacks and schedules read them."""
         self.callback = as_values(metrics)
 
 
@@ -70,7 +70,7 @@ class Logs:
         metrics: receives the values that tasks and callbacks log, and holds them on the device until a flush.
         shown: the latest values read from `metrics`.
         group: the group of loggers; None before `make_group`.
-        exchange: gathers small host objects over ranks; None for one process.
+        exchange: gathers small host objects over data ranks; None for one process. `StageRun.join` sets it.
         warnings: warnings that a fit gives once.
     """
 
@@ -115,14 +115,14 @@ class Logs:
         Args:
             facts: returns the facts of the run for its record, whose folder it receives.
         """
-        if self._stage == "predict" or self.group is None:
+        if self._stage == "predict" or self.group is None:  # a prediction logs nothing
             return
         self.group.start(RunInfo(self._settings.root))
         if self.group.record is not None:
             self.note(self._stage or "fit", **facts(self.group.record.folder))
 
     def finish(self, status: Status) -> None:
-        """Record the end of the stage and finish the loggers, if they were created."""
+        """Record the end of the stage and finish the loggers, if `make_group` was called."""
         if self.group is None:
             return
         try:
@@ -148,7 +148,7 @@ class Logs:
         self.group.log_graph(task, task.example_input_array)
 
     def note(self, event: str, **facts: object) -> None:
-        """Add an event to the run's record, if there is one. Not collective."""
+        """Add an event to the run's record, if there is one: on the main rank, with a logger. Not collective."""
         if self.group is not None and self.group.record is not None:
             self.group.record.add(event, self._progress.state.step, facts)
 
@@ -156,13 +156,13 @@ class Logs:
 
     @property
     def callback_metrics(self) -> Mapping[str, MetricValue]:
-        """The latest value of every logged metric; see `Run.callback_metrics`."""
+        """The latest value of every logged metric; see `Run.callback_metrics`. Waits for the device if it is new."""
         self._show_new()
         return self.shown.callback
 
     @property
     def logged_metrics(self) -> Mapping[str, MetricValue]:
-        """The latest value of every metric that goes to the loggers."""
+        """The latest value of every metric that goes to the loggers. Waits for the device if it is new."""
         self._show_new()
         return as_values(self.shown.logged)
 
@@ -175,12 +175,13 @@ class Logs:
         return self.shown.progress_bar
 
     def _show_new(self) -> None:
-        # After an error the device may be unusable.
-        if not self._evaluation.sanity_checking and sys.exc_info()[0] is None:
+        """Show the values that were logged since the last call. After an error the device may be unusable."""
+        handles_error = sys.exc_info()[0] is not None
+        if not self._evaluation.sanity_checking and not handles_error:
             self.shown.show(self.metrics.peek_new())
 
     def show_pending(self) -> None:
-        """Show the values that were logged since the last flush to callbacks. Waits for the device."""
+        """Show the values that were logged since the last flush, which returns them too. Waits for the device."""
         self.shown.show(self.metrics.peek())
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
@@ -190,14 +191,18 @@ class Logs:
     def log_now(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         """Send numbers to the loggers at the index of the last completed step. Only the main rank logs them.
 
+        Within a fit this index is 0-based. `validate` and `test` log at the number of completed steps, which is after
+        all values of the fit.
+
         Args:
             metrics: numbers by name. A finite number under `"step"` is the x-value of the others.
             epoch: 0-based epoch to log with them. Default: None, the current epoch.
         """
         state = self._progress.state
-        follows_fit = self._stage in ("validate", "test")  # after the last step of the previous fit
+        follows_fit = self._stage in ("validate", "test")
         step = state.step if follows_fit else max(state.step - 1, 0)
-        if math.isfinite(metrics.get("step", math.nan)):
+        has_x_value = math.isfinite(metrics.get("step", math.nan))
+        if has_x_value:
             metrics = dict(metrics)
             step = int(metrics.pop("step"))
         self.shown.logged.update(metrics)
@@ -206,7 +211,12 @@ class Logs:
             self.group.log_metrics({**metrics, "epoch": epoch}, step)
 
     def log_evaluation_steps(self, rows: Rows, kind: str) -> None:
-        """Send numbers of evaluation steps to the loggers, by the index of the step. Only the main rank logs them."""
+        """Send numbers of evaluation steps to the loggers. Only the main rank logs them.
+
+        Args:
+            rows: numbers by name, by the index of the evaluation step.
+            kind: the kind of evaluation.
+        """
         for step, row in rows.items():
             self.shown.logged.update(row)
             if self.group is not None:
@@ -226,7 +236,7 @@ class Logs:
         """
         if self._evaluation.sanity_checking or self._is_trial:
             return
-        if kind == "train" and self._settings.arguments.on_nonfinite is None:
+        if kind == "train" and self._settings.arguments.on_nonfinite is None:  # otherwise `non_finite` handles it
             manual = not self._hooks.task.automatic_optimization
             self.warnings.bad_loss(flushed.callback, self._progress.state.step, manual=manual)
         self.shown.show(flushed)
@@ -243,18 +253,23 @@ class Logs:
 
 
 def _hyperparameters(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:
-    """Return the hyper-parameters to log of the task and the data module."""
-    found: dict[str, Any] = {}
+    """Return the hyper-parameters to log of the task and the data module.
+
+    Raises:
+        ConfigurationError: they have different values under one name, of which loggers could hold only one.
+    """
+    merged: dict[str, Any] = {}
     for owner in (datamodule, task):
         if owner is None or not owner._hparams_log:
             continue
-        for name, value in kept_and_left_out(owner.hparams)[0].items():
-            # `found` has the data module's values here, and loggers hold one value under a name.
-            if name in found and differ(found[name], value):
+        hyperparameters, _ = kept_and_left_out(owner.hparams)
+        for name, value in hyperparameters.items():
+            # A name in `merged` is the data module's, because names of one owner are unique.
+            if name in merged and differ(merged[name], value):
                 raise ConfigurationError(
                     f"{type(task).__name__} and {type(datamodule).__name__} both have the hyper-parameter "
-                    f"{name}: {value!r} and {found[name]!r}. Rename one, or pass logger=False to save_hyperparameters "
+                    f"{name}: {value!r} and {merged[name]!r}. Rename one, or pass logger=False to save_hyperparameters "
                     "of one of them."
                 )
-            found[name] = copy.deepcopy(value)
-    return found
+            merged[name] = copy.deepcopy(value)
+    return merged

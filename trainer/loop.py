@@ -41,21 +41,22 @@ class FitLoop:
     def __init__(self, run: StageRun) -> None:
         self._run = run
         self._end = EndOfFit(run.settings.limits)
-        self._samples_decide = "samples" in run.settings.units
+        # A limit or interval in samples must be reached in the same step on all ranks.
+        self._needs_exact_samples = "samples" in run.settings.units
         self._agreement = Agreement(run.engine.processes, _AGREE_EVERY_N_STEPS)
         self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
-        self._is_alone = run.engine.data_ranks.size == 1
-        self._validates = False  # in the current epoch
-        self._metrics_begun = False  # for the next epoch
+        self._has_one_data_rank = run.engine.data_ranks.size == 1
+        self._validates = False  # the fit has validations; read at the start of each epoch
+        self._metrics_are_begun = False  # `_start` has begun the metrics of the next epoch, so `_begin_epoch` does not
         self._align()
 
     def _align(self) -> None:
-        """Align all intervals with the current progress."""
+        """Align all intervals with the current progress, at the start and after a rollback."""
         run = self._run
         self._agreement.begin(run.state.step)
         self._log_every.align(run.state)
         run.loop.validation = None  # created again at its next use
-        run.loop.group_end = None
+        run.loop.last_group_size = 0
         run.saves.prepare(run.recovery.preemption.write_deadline_s)
 
     def run(self) -> None:
@@ -64,11 +65,11 @@ class FitLoop:
         run.data.train()
         self._start()
         run.loop.clock = time.perf_counter()
-        self._agree()
+        self._agree()  # a limit in seconds, or a stop request of an earlier hook
         if self._is_over():
-            limits = self._end.reached_by(run.state, run.data.train().num_batches)
-            if limits:
-                run.hooks.print(f"trainwright: nothing is left to train: {limits}. Increase it to continue.")
+            reached_limits = self._end.reached_by(run.state, run.data.train().num_batches)
+            if reached_limits:
+                run.hooks.print(f"trainwright: nothing is left to train: {reached_limits}. Increase it to continue.")
         while not self._is_over():
             try:
                 self._epoch()
@@ -89,15 +90,20 @@ class FitLoop:
         run.saves.finish_copy()  # callbacks may empty optimizers here
         run.logs.metrics.close("on_train_end")
         run.hooks.fire("on_train_end")
-        if self._log_every.left(run.state) < run.settings.log_every_n_steps:
-            run.logs.flush_step(run.state.epoch_of_last_batch)  # values logged since the last interval
+        # Right after a flush, the complete interval is left. Then no step has logged since.
+        has_steps_to_flush = self._log_every.left(run.state) < run.settings.log_every_n_steps
+        if has_steps_to_flush:
+            run.logs.flush_step(run.state.epoch_of_last_batch)  # `state.epoch` may be the next epoch already
 
     def _start(self) -> None:
         """Begin the training, at its start or after a rollback."""
         run = self._run
-        self._metrics_begun = True  # values logged in on_train_start belong to the next epoch
+        self._metrics_are_begun = True  # values logged in on_train_start belong to the next epoch
         run.logs.metrics.begin("train")
         run.hooks.fire("on_train_start")
+        # A checkpoint from the end of an epoch was written before the hooks of the next epoch, so its generators are
+        # restored before `on_train_epoch_start`. In the middle of an epoch, `_begin_epoch` restores later: the loader
+        # and the metrics must be set up first, and `on_train_epoch_start` is not called again.
         if run.state.batch_in_epoch == 0:
             run.loop.restore_last()
 
@@ -113,22 +119,24 @@ class FitLoop:
         step = run.engine.step
         clip = run.settings.clip
         groups = self._begin_epoch()
-        if state.validation_owed:
+        if state.validation_owed:  # a resume from a checkpoint that was written before the validation of its step
             self._validate()
             self._step_monitored()
         forward_backward = step_function(run)  # the engine's function, unless values are checked or data is skipped
-        epoch_is_complete = True
+        epoch_is_complete = True  # also of an epoch without batches
         try:
             for group in groups:
                 loop.group = group
+                # A save after an error reads the phase: it is not possible while weights and progress disagree.
                 engine.phase = Phase.GRADIENTS
                 for hook in hooks.on_train_step_start:
                     hook(trainer, task, group)
-                loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
+                # Move, autocast, weigh, accumulate, sync. None if no micro-batch has a loss or the group is skipped.
+                loss = forward_backward(group)
                 if hooks.on_before_optimizer_step and loss is not None:
                     run.logs.metrics.batch = group.batches[-1]  # weight of the values logged in these hooks
                     for hook in hooks.on_before_optimizer_step:
-                        for optimizer in run.engine.optimizers:
+                        for optimizer in engine.optimizers:
                             hook(trainer, task, optimizer)
                     run.logs.metrics.batch = None
                 engine.phase = Phase.WEIGHTS
@@ -138,33 +146,35 @@ class FitLoop:
                 engine.phase = Phase.BETWEEN_STEPS
                 loop.last_result = loss, norm
                 if hooks.on_train_batch_end:
-                    step.end_batch(group)
+                    step.end_batch(group)  # of the last micro-batch; `forward_backward` has called it for the others
                 for hook in hooks.on_train_step_end:
-                    hook(trainer, task, run.loop.last_step)
+                    hook(trainer, task, loop.last_step)
                 epoch_is_complete = group.is_last
-                loop.steps_until_check -= 1
+                loop.steps_until_check -= 1  # 0 before this step: check now
                 if (epoch_is_complete or loop.steps_until_check < 0) and self._after_step(group, stepped):
                     break
         except SkipRestOfEpoch:
+            # Earlier micro-batches of the group have gradients, which are discarded without being counted.
             run.logs.metrics.batch = None
             step.discard_gradients()
-            run.loop.schedules.after_epoch(state.epoch)
+            loop.schedules.after_epoch(state.epoch)  # `_advance` calls it after the last group only
             engine.phase = Phase.BETWEEN_STEPS
             epoch_is_complete = True
         self._end_epoch(epoch_is_complete)
-        loop.ended_on_last_batch = loop.is_last_batch
+        loop.ended_on_last_batch = loop.is_last_batch  # before the group is freed, from which it is computed
         loop.group = None
 
     def _after_step(self, group: Group, stepped: bool) -> bool:
         """Validate, flush metrics and save checkpoints if they are due. Return whether the epoch ends here.
 
-        `stepped` is False if the group did not count as a step.
+        `stepped` is False if the group did not count as a step. The order is part of the behavior: schedules may
+        monitor a metric of the validation, and a checkpoint contains the rates that they set.
         """
         run = self._run
         loop = self._run.loop
         state = self._run.progress.state
         loop.read_clock(state)
-        if run.saves.needs_memory and state.step_in_epoch:
+        if run.saves.needs_memory and state.step_in_epoch:  # the optimizers have their state
             run.saves.reserve_memory()
         if self._validates and self._validation.due(state, len(group.batches), group.is_last):
             self._validate()
@@ -173,12 +183,19 @@ class FitLoop:
         if self._log_every.due(state):
             run.logs.flush_step()  # the only host sync
             loop.check_finite()
-        if not state.step_in_epoch and run.task.automatic_optimization and not run.progress.skipped_batches:
+        no_batch_had_a_loss = not state.step_in_epoch and not run.progress.skipped_batches
+        if no_batch_had_a_loss and run.task.automatic_optimization:
             run.logs.warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
+        # If the epoch ends, `_end_epoch` saves and handles signals, after the metrics of the epoch are known.
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.is_requested:
             run.saves.execute_requests()
-            ends = self._must_stop() if run.logs.exchange is None else self._should_stop()  # an action may stop it
+            # An action may have requested a stop, with several ranks on all of them (see `LoopState.request_stop`).
+            # A single process also responds to a signal that arrived during the save.
+            if run.logs.exchange is None:
+                ends = self._must_stop()
+            else:
+                ends = self._stops_early()
         if run.recovery.preemption.agreed and not ends:
             run.recovery.exit_on_signal()
         loop.steps_until_check = self._groups_until_due() - 1
@@ -187,43 +204,51 @@ class FitLoop:
         return ends
 
     def _groups_until_due(self) -> int:
-        """Return the number of steps until `_after_step` must run again. A stop request shortens it."""
+        """Return the number of steps until `_after_step` must run again, at least 1. A stop request shortens it."""
         run = self._run
         state = self._run.progress.state
-        if run.loop.stop != Stop.NOT or self._end.asks_every_step or run.loop.schedules.watch_steps:
+        stop_is_pending = run.loop.stop != Stop.NOT  # until ranks exchange it, or until `min_epochs` is reached
+        if stop_is_pending or self._end.is_checked_every_step or run.loop.schedules.monitor_steps:
             return 1
         nearest = min(self._log_every.left(state), self._end.steps_left(state))
         if self._validates:
             nearest = min(nearest, self._validation.groups_left(state, run.settings.accumulate_grad_batches))
         if run.logs.exchange is not None:
             nearest = min(nearest, self._agreement.steps_until_exchange(state.step))
-        return int(nearest)
+        return int(nearest)  # finite, because log_every_n_steps is
 
     def _begin_epoch(self) -> Iterable[Group]:
+        """Set the data to its position, call `on_train_epoch_start`, and return the groups of the epoch's rest.
+
+        `data.train()` is read at each use, because a hook may replace the loader.
+        """
         run = self._run
         data = self._run.data
         state = self._run.progress.state
         hooks = self._run.hooks.table
-        run.loop.group_end = None
-        place = data.enter_saved_position()
-        before = data.train().num_batches
-        data.train().begin_epoch(state.epoch, place)
-        if not self._metrics_begun:
+        run.loop.last_group_size = 0
+        position = data.enter_saved_position()
+        old_num_batches = data.train().num_batches
+        data.train().begin_epoch(state.epoch, position)
+        if not self._metrics_are_begun:
             run.logs.metrics.begin("train")
-        self._metrics_begun = False
+        self._metrics_are_begun = False
         run.saves.finish_copy()  # callbacks may reset optimizers here
         if not state.batch_in_epoch:  # not called again when an epoch is resumed in the middle
             run.hooks.fire("on_train_epoch_start")
             if hooks.on_train_epoch_start:  # a hook may have changed the length of the data
-                data.train().begin_epoch(state.epoch, place)
-        if data.train().num_batches != before:
+                data.train().begin_epoch(state.epoch, position)
+        if data.train().num_batches != old_num_batches:
             run.loop.validation = None  # its interval may be a fraction of the epoch
         self._validation.align(run.trainer)
         self._validates = data.has_validation
         run.loop.steps_until_check = 0
-        groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a hook may have replaced the loader
+        groups = data.train().groups(state, run.settings.accumulate_grad_batches)
         run.loop.restore_last()
-        if run.progress.open_metrics and state.batch_in_epoch and run.loads.origin is None:
+        # A second `fit` of the Trainer continues an epoch that a limit has ended. After a resume from a checkpoint,
+        # `restore_last` has restored the checkpoint's metrics.
+        continues_previous_fit = state.batch_in_epoch > 0 and run.loads.origin is None
+        if run.progress.open_metrics and continues_previous_fit:
             run.loads.restore_metrics(run.progress.open_metrics, "the previous fit")
         run.progress.open_metrics = []
         run.logs.metrics.in_step = True
@@ -236,9 +261,9 @@ class FitLoop:
         state = self._run.progress.state
         loop.read_clock(state)
         run.logs.metrics.in_step = False
-        if not epoch_is_complete and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._should_stop():
+        if not epoch_is_complete and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._stops_early():
             epoch_is_complete = True
-            run.loop.schedules.after_epoch(state.epoch)
+            loop.schedules.after_epoch(state.epoch)  # `_advance` calls it after the last group only
             if loop.validated_at != state.step and self._validation.in_epoch(state.epoch):
                 self._validate()
         loop.epoch_closes = epoch_is_complete
@@ -249,19 +274,21 @@ class FitLoop:
         flushed = run.logs.metrics.flush_epoch(run.logs.exchange, keep=not epoch_is_complete, owner=run.task)
         run.logs.take(flushed, "train")
         if epoch_is_complete:
-            run.loop.schedules.after_epoch_metrics(state.epoch, run.logs.shown.callback)
+            loop.schedules.after_epoch_metrics(state.epoch, run.logs.shown.callback)
         else:
             run.progress.open_metrics = run.engine.data_ranks.gather(run.contents.metrics_state())
+        # A checkpoint of the complete epoch has its number. A resume begins the next one, because `epoch_done` is set.
         state.epoch_done = epoch_is_complete
         run.saves.execute_requests()
         self._agree()
         if run.recovery.preemption.agreed:
             run.recovery.exit_on_signal()
         if epoch_is_complete:
-            loop.group_end = None
+            loop.last_group_size = 0
             state.begin_next_epoch()
-            every = run.settings.arguments.reload_dataloaders_every_n_epochs
-            if every and state.epoch % every == 0 and not self._is_over():
+            reload_every = run.settings.arguments.reload_dataloaders_every_n_epochs
+            reload_is_due = reload_every > 0 and state.epoch % reload_every == 0
+            if reload_is_due and not self._is_over():
                 run.data.forget()
                 loop.validation = None  # its interval may be a fraction of the new loader
 
@@ -269,32 +296,33 @@ class FitLoop:
         """Update the progress after a step, and step the learning-rate schedules that are due."""
         run = self._run
         state = self._run.progress.state
-        n = len(group.batches)
+        num_batches = len(group.batches)
         if stepped:
             state.step += 1
             state.step_in_epoch += 1
-        state.batches += n
-        state.batch_in_epoch += n
+        state.batches += num_batches
+        state.batch_in_epoch += num_batches
         samples = group.num_samples
-        if samples is None and n == 1 and self._is_alone:
+        if samples is None and num_batches == 1 and self._has_one_data_rank:  # a call fewer in the usual case
             samples = batch_size(group.batches[0])
         elif samples is None:
-            samples = count_samples(group, run.engine, exact=self._samples_decide)
+            samples = count_samples(group, run.engine, exact=self._needs_exact_samples)
         state.samples += samples
         state.samples_in_epoch += samples
         if run.loop.count_tokens:
             state.tokens += count_tokens(group, run.task, run.engine)
-        if stepped and run.loop.schedules.steps_often:
+        if stepped and run.loop.schedules.count_steps:
             run.loop.schedules.after_step(state.step)
         if group.is_last:
             run.loop.schedules.after_epoch(state.epoch)
-        run.loop.group_end = n, group.is_last
+        run.loop.last_group_size = num_batches
+        run.loop.last_group_ended_epoch = group.is_last
 
     def _step_monitored(self) -> None:
         """Step the schedules with `interval="step"` that monitor a metric, after the validation of their step."""
         schedules = self._run.loop.schedules
         step = self._run.state.step
-        if schedules.watches(step):
+        if schedules.metrics_are_due(step):
             schedules.after_step_metrics(step, _metrics_of_step(self._run))
 
     @property
@@ -310,56 +338,61 @@ class FitLoop:
         return loop.validation
 
     def _validate(self) -> None:
+        """Run the validation of the current step. If a signal or an error ends it, a resume runs it from its start."""
         run = self._run
         if not run.data.has_validation:
             run.state.validation_owed = False
             return
         run.loop.check_finite()
         run.state.validation_owed = True  # for checkpoints written before the validation completes
-        in_step = run.logs.metrics.in_step
+        was_in_step = run.logs.metrics.in_step
         run.logs.metrics.in_step = False
         data = run.data.evaluation("validate")
         device = run.engine.device
-        generators = rng_state(device)
+        generators_before = rng_state(device)
         run.evaluation.own_objects = unused_objects(run.task)
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         try:
             watch = EvaluationWatch(run.recovery.preemption, run.engine.processes, data)
-            done = partial(run.loop.note_validation, run.state)
-            evaluation.evaluate(run, "validate", abandon=watch, when_metrics_known=done)
+            record_validation = partial(run.loop.note_validation, run.state)
+            evaluation.evaluate(run, "validate", abandon=watch, when_metrics_known=record_validation)
         except evaluation.Abandoned:
-            set_rng_state(generators, device)  # a resume runs the complete validation with the same random numbers
-            self._forget_validation()
+            # A resume runs the complete validation with the same random numbers.
+            set_rng_state(generators_before, device)
+            self._discard_validation()
             if self._log_every.due(run.state):
                 run.logs.flush_step()
             run.recovery.exit_on_signal()
         except BaseException:
-            set_rng_state(generators)  # for a save after the error; not the device's, which may have failed
+            # For a save after the error. The device's generator is not restored, because the device may have failed.
+            set_rng_state(generators_before)
             with contextlib.suppress(RuntimeError):  # of a failed device; a save omits these objects all the same
-                self._forget_validation()
+                self._discard_validation()
             raise
         run.evaluation.own_objects = []
-        run.logs.metrics.in_step = in_step
-        run.logs.note("validation", seconds=round(time.perf_counter() - began, 3))
+        run.logs.metrics.in_step = was_in_step
+        run.logs.note("validation", seconds=round(time.perf_counter() - began_s, 3))
 
-    def _forget_validation(self) -> None:
-        """Reset what an unfinished validation has put into metric objects: it runs again from its start."""
-        for part in self._run.evaluation.own_objects:
-            reset_metric(part)
+    def _discard_validation(self) -> None:
+        """Reset the metric objects that an unfinished validation has updated."""
+        for metric in self._run.evaluation.own_objects:
+            reset_metric(metric)
 
     # When to stop
 
     def _must_stop(self) -> bool:
+        """Return whether the epoch ends after the current step. Collective in the steps that have an exchange."""
         run = self._run
         if self._end.reached(run.state):
             return True
         if run.logs.exchange is None or self._agreement.due(run.state.step):
             self._agree()
-        return self._should_stop()
+        return self._stops_early()
 
     def _is_over(self) -> bool:
+        """Return whether no further epoch begins. The result is the same on every rank."""
         run = self._run
-        return self._end.reached(run.state) or self._should_stop() or run.data.train().num_batches == 0
+        return self._end.reached(run.state) or self._stops_early() or run.data.train().num_batches == 0
 
     def _agree(self) -> None:
         """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
@@ -370,7 +403,8 @@ class FitLoop:
         loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
         run.recovery.preemption.set_agreed([values[1:] for values in everyone])
 
-    def _should_stop(self) -> bool:
+    def _stops_early(self) -> bool:
+        """Return whether a stop request of any rank takes effect. If `min_epochs` or `min_steps` delays it, warn."""
         run = self._run
         if run.loop.stop_agreed == Stop.NOT:
             return False

@@ -33,7 +33,7 @@ class ManualOptimization:
         self._hooks = hooks
 
     def task_optimizers(self) -> Sequence[Any]:
-        """Return the optimizers for the task, wrapped for manual optimization."""
+        """Return the optimizers for the task: with manual optimization each is wrapped in a `ManualOptimizer`."""
         optimizers: list[Optimizer] = self._engine.optimizers
         if self._hooks.task.automatic_optimization:
             return optimizers
@@ -45,7 +45,15 @@ class ManualOptimization:
         return step
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for a task with manual optimization. Collective with several processes."""
+        """Run backward for a task with manual optimization. Collective with several processes.
+
+        Args:
+            loss: the loss.
+            *args, **kwargs: further arguments of `TaskModule.backward`.
+
+        Raises:
+            TaskError: the task uses automatic optimization.
+        """
         task = self._hooks.task
         if task.automatic_optimization:
             raise TaskError(
@@ -55,7 +63,11 @@ class ManualOptimization:
         self._step().backward(loss, *args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Disable gradient synchronization of `manual_backward` within the context."""
+        """Return a context in which `manual_backward` does not synchronize gradients.
+
+        Raises:
+            TaskError: the task uses automatic optimization.
+        """
         task = self._hooks.task
         if task.automatic_optimization:
             raise TaskError(
@@ -65,7 +77,11 @@ class ManualOptimization:
         return self._step().no_sync()
 
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer's parameters; see `TaskModule.clip_gradients`."""
+        """Clip the gradients of one optimizer's parameters; see `TaskModule.clip_gradients`.
+
+        Raises:
+            ConfigurationError: an argument is invalid, or differs from the Trainer's.
+        """
         arguments = self._arguments
         clip = GradientClip.parse(
             _only_value("gradient_clip_val", max_value, arguments.gradient_clip_val),
@@ -74,18 +90,20 @@ class ManualOptimization:
         if clip is None:
             return
         step = self._engine.step
-        if isinstance(step, ManualStep):
-            step.clip_gradients(optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer, clip)
+        if isinstance(step, ManualStep):  # it may have to divide the gradients by the loss scale first
+            if isinstance(optimizer, ManualOptimizer):
+                optimizer = optimizer.optimizer
+            step.clip_gradients(optimizer, clip)
         else:  # gradients of an automatic step are divided by the loss scale before a hook can clip them
             self._engine.gradients.clip(parameters_of([optimizer]), clip)
 
 
-def _only_value(name: str, given: Any, of_trainer: Any) -> Any:
+def _only_value(name: str, value: Any, of_trainer: Any) -> Any:
     """Return an argument of `clip_gradients`, or the Trainer's if it is None. They may not contradict each other."""
-    if given is None:
+    if value is None:
         return of_trainer
-    if of_trainer is not None and given != of_trainer:
+    if of_trainer is not None and value != of_trainer:
         raise ConfigurationError(
-            f"clip_gradients received {name}={given!r}, but the Trainer has {name}={of_trainer!r}. Remove one of them."
+            f"clip_gradients received {name}={value!r}, but the Trainer has {name}={of_trainer!r}. Remove one of them."
         )
-    return given
+    return value

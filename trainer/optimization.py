@@ -26,9 +26,11 @@ def check_members(task: TaskModule, optimizers: Sequence[Optimizer]) -> None:
     Raises:
         ConfigurationError: a parameter does not belong to the task, so it would not be moved, synchronized or saved.
     """
-    own = {id(parameter) for parameter in task.parameters()}
+    ids_of_task = {id(parameter) for parameter in task.parameters()}  # `==` of tensors compares their values
     for optimizer in optimizers:
-        others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+        others = []
+        for group in optimizer.param_groups:
+            others += [parameter for parameter in group["params"] if id(parameter) not in ids_of_task]
         if others:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned {type(optimizer).__name__} with {len(others)} "
@@ -45,8 +47,12 @@ def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], li
         returned: the result.
         origin: the task's class name, for messages.
 
+    Returns:
+        The optimizers and the schedules, in the order in which `returned` contains them. Both are empty for None.
+
     Raises:
-        ConfigurationError: the result has an unknown type, key or interval, or lacks the optimizer of a schedule.
+        ConfigurationError: the result has an unknown type or key, an invalid interval or frequency, a scheduler without
+            the methods of one, or lacks the optimizer of a schedule.
     """
     optimizers: list[Optimizer] = []
     schedules: list[SchedulerConfig] = []
@@ -62,8 +68,8 @@ def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], li
         _take_dict(returned, optimizers, schedules, origin)
     elif isinstance(returned, Sequence) and returned:
         first = returned[0]
-        if len(returned) == 2 and isinstance(first, Sequence):
-            _take_two_lists(returned[0], returned[1], optimizers, schedules, origin)
+        if len(returned) == 2 and isinstance(first, Sequence):  # ([optimizers], [schedules])
+            _take_two_lists(first, returned[1], optimizers, schedules, origin)
         elif all(isinstance(item, Optimizer) for item in returned):
             optimizers = list(returned)
         elif all(isinstance(item, Mapping) for item in returned):
@@ -80,6 +86,7 @@ def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], li
 def _take_dict(
     entry: Mapping[str, Any], optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str
 ) -> None:
+    """Add the optimizer and the schedule of `{"optimizer": …, "lr_scheduler": …}` to the lists."""
     for key in entry:
         if key not in _OPTIMIZER_KEYS:
             raise ConfigurationError(
@@ -99,6 +106,7 @@ def _take_dict(
 def _take_two_lists(
     first: Iterable[Any], second: object, optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str
 ) -> None:
+    """Add the optimizers of `first` and the schedules of `second`, a list or one schedule, to the lists."""
     if not all(isinstance(item, Optimizer) for item in first):
         raise _unknown_form((first, second), origin)
     optimizers.extend(first)
@@ -106,8 +114,13 @@ def _take_two_lists(
     schedules.extend(_schedule(entry, None, origin) for entry in entries if entry is not None)
 
 
-def _schedule(given: object, monitor: str | None, origin: str) -> SchedulerConfig:
-    entry: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
+def _schedule(scheduler_or_dict: object, monitor: str | None, origin: str) -> SchedulerConfig:
+    """Parse a scheduler, or a dict with one and its options. `monitor` is used if the dict has none."""
+    entry: Mapping[str, Any]
+    if isinstance(scheduler_or_dict, Mapping):
+        entry = scheduler_or_dict
+    else:
+        entry = {"scheduler": scheduler_or_dict}
     for key in entry:
         if key not in _SCHEDULER_KEYS:
             raise ConfigurationError(
@@ -137,23 +150,24 @@ def _schedule(given: object, monitor: str | None, origin: str) -> SchedulerConfi
             stacklevel=2,
         )
     monitor = entry.get("monitor", monitor)
-    reduces = isinstance(scheduler, ReduceLROnPlateau) or bool(entry.get("reduce_on_plateau"))
+    takes_metric = isinstance(scheduler, ReduceLROnPlateau) or bool(entry.get("reduce_on_plateau"))
     return SchedulerConfig(
         scheduler=scheduler,
         interval=interval,
         frequency=frequency,
-        monitor=monitor if reduces else None,
+        monitor=monitor if takes_metric else None,  # as in Lightning, others ignore the optimizer's `monitor`
         strict=entry.get("strict", True),
         name=entry.get("name"),
-        reduce_on_plateau=reduces,
+        reduce_on_plateau=takes_metric,
     )
 
 
 def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str) -> None:
-    owned = {id(optimizer) for optimizer in optimizers}
+    """Check that the optimizer of each schedule was returned. Schedules without an `optimizer` are not checked."""
     for config in schedules:
         optimizer = getattr(config.scheduler, "optimizer", None)
-        if optimizer is not None and id(optimizer) not in owned:
+        was_returned = any(optimizer is each for each in optimizers)
+        if optimizer is not None and not was_returned:
             raise ConfigurationError(
                 f"{origin}.configure_optimizers: {type(config.scheduler).__name__} belongs to an optimizer "
                 f"({type(optimizer).__name__}) that was not returned. Return that optimizer too."
@@ -162,21 +176,17 @@ def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig],
 
 def _check_step(config: SchedulerConfig, origin: str) -> None:
     """Check that `TaskModule.lr_scheduler_step` can call a schedule's `step`, which timm's require an epoch for."""
-    names = () if config.monitor is None else ("metric",)
+    names = () if config.monitor is None else ("metric",)  # the arguments that `lr_scheduler_step` passes to `step`
     taken = parameters_taken_by(config.scheduler.step)
-    num_required = sum(required for _, required in taken.positional)
-    if num_required > len(names) or any(required for _, required in taken.keyword_only):
+    num_required = sum(is_required for _, is_required in taken.positional)
+    requires_keyword = any(is_required for _, is_required in taken.keyword_only)
+    if num_required > len(names) or requires_keyword:
         kind = type(config.scheduler).__name__
         raise ConfigurationError(
             f"{origin}.configure_optimizers: {kind}.step requires other arguments than ({', '.join(names)}). Define "
             "lr_scheduler_step(self, scheduler, metric), which calls it, for example: "
             "scheduler.step(epoch=self.current_epoch)."
         )
-
-
-def _forms(returned: object) -> str:
-    inner = ", ".join(type(item).__name__ for item in returned) if isinstance(returned, Sequence) else ""
-    return f"a {type(returned).__name__}{f' of {inner}' if inner else ''}"
 
 
 def _unknown_form(returned: object, origin: str) -> ConfigurationError:
@@ -187,12 +197,21 @@ def _unknown_form(returned: object, origin: str) -> ConfigurationError:
     )
 
 
+def _forms(returned: object) -> str:
+    """Return the type of the result and those of its items, such as `a list of SGD, int`."""
+    text = f"a {type(returned).__name__}"
+    if isinstance(returned, Sequence) and returned:
+        text += f" of {', '.join(type(item).__name__ for item in returned)}"
+    return text
+
+
 def warn_of_joint_steps(task: TaskModule, num_optimizers: int) -> None:
-    """Warn once about several optimizers for one loss, unless the task sets `automatic_optimization = True`."""
-    own = [task, *(cls for cls in type(task).__mro__ if cls is not TaskModule)]
-    said = any("automatic_optimization" in vars(owner) for owner in own)
-    if num_optimizers > 1 and not said and "_said_joint" not in vars(task):
-        object.__setattr__(task, "_said_joint", True)
+    """Warn once about several optimizers for one loss, unless the task or its class sets `automatic_optimization`."""
+    places = [task, *(cls for cls in type(task).__mro__ if cls is not TaskModule)]
+    is_set_by_user = any("automatic_optimization" in vars(place) for place in places)
+    was_warned = "_warned_of_joint_steps" in vars(task)
+    if num_optimizers > 1 and not is_set_by_user and not was_warned:
+        object.__setattr__(task, "_warned_of_joint_steps", True)
         warnings.warn(
             f"{type(task).__name__}.configure_optimizers returned {num_optimizers} optimizers. Automatic optimization "
             "steps all of them with the one loss that training_step returns. If each optimizer has its own loss (a "
@@ -209,36 +228,48 @@ class Schedules:
     Args:
         configs: the schedules. With manual optimization the task steps them itself.
         task: the task, whose `lr_scheduler_step` is called; None if there are no schedules.
+
+    Attributes:
+        configs: see above. Also contains the schedules that the task steps itself.
+        count_steps: True if `after_step` has schedules to step.
+        monitor_steps: True if `after_step_metrics` has schedules to step.
+
+    Raises:
+        ConfigurationError: a ReduceLROnPlateau monitors no metric, or a schedule's `step` requires other arguments.
     """
 
     def __init__(self, configs: list[SchedulerConfig], task: TaskModule | None) -> None:
         self.configs = configs
         self._task = task
-        ours = configs if task is not None and task.automatic_optimization else []
-        if any(isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None for config in ours):
+        automatic = configs if task is not None and task.automatic_optimization else []
+        if any(isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None for config in automatic):
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers: ReduceLROnPlateau needs a metric to watch. Return "
                 "{'optimizer': …, 'lr_scheduler': {'scheduler': …, 'monitor': 'val_loss'}}."
             )
         if task is not None and not overrides(task, "lr_scheduler_step", TaskModule):
-            for config in ours:
+            for config in automatic:
                 _check_step(config, type(task).__name__)
-        plain = [c for c in ours if c.monitor is None]
-        monitored = [c for c in ours if c.monitor is not None]
-        self._per_step = [c for c in plain if c.interval == "step"]
-        self._per_epoch = [c for c in plain if c.interval == "epoch"]
-        self._monitored_per_step = [c for c in monitored if c.interval == "step"]
-        self._monitored = [c for c in monitored if c.interval == "epoch"]
-        self.steps_often = bool(self._per_step)
-        self.watch_steps = bool(self._monitored_per_step)
+        self._per_step: list[SchedulerConfig] = []
+        self._per_epoch: list[SchedulerConfig] = []
+        self._monitored_per_step: list[SchedulerConfig] = []
+        self._monitored_per_epoch: list[SchedulerConfig] = []
+        for config in automatic:
+            if config.monitor is None:
+                group = self._per_step if config.interval == "step" else self._per_epoch
+            else:
+                group = self._monitored_per_step if config.interval == "step" else self._monitored_per_epoch
+            group.append(config)
+        self.count_steps = bool(self._per_step)
+        self.monitor_steps = bool(self._monitored_per_step)
 
     def after_step(self, step: int) -> None:
         """Step the schedules with `interval="step"` that monitor no metric. `step` is the number of completed steps."""
         for config in self._per_step:
             if step % config.frequency == 0:
-                self._do(config, {})
+                self._step(config, {})
 
-    def watches(self, step: int) -> bool:
+    def metrics_are_due(self, step: int) -> bool:
         """Return whether a schedule with `interval="step"` that monitors a metric is due after step `step`."""
         return any(step % config.frequency == 0 for config in self._monitored_per_step)
 
@@ -254,28 +285,40 @@ class Schedules:
         """
         for config in self._monitored_per_step:
             if step % config.frequency == 0:
-                self._do(config, metrics)
+                self._step(config, metrics)
 
     def after_epoch(self, epoch: int) -> None:
-        """Step the schedules with `interval="epoch"` that monitor no metric. Called after the last step of an epoch."""
+        """Step the schedules with `interval="epoch"` that monitor no metric. Called after the last step of an epoch.
+
+        `epoch` is the 0-based index of the epoch that ends.
+        """
         for config in self._per_epoch:
             if (epoch + 1) % config.frequency == 0:
-                self._do(config, {})
+                self._step(config, {})
 
     def after_epoch_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Step the schedules with `interval="epoch"` that monitor a metric. Called with the metrics of the epoch."""
-        for config in self._monitored:
-            if (epoch + 1) % config.frequency == 0:
-                self._do(config, metrics)
+        """Step the schedules with `interval="epoch"` that monitor a metric. Called with the metrics of the epoch.
 
-    def _do(self, config: SchedulerConfig, metrics: Mapping[str, float]) -> None:
+        `epoch` is the 0-based index of the epoch that ends.
+
+        Raises:
+            ConfigurationError: see `after_step_metrics`.
+        """
+        for config in self._monitored_per_epoch:
+            if (epoch + 1) % config.frequency == 0:
+                self._step(config, metrics)
+
+    def _step(self, config: SchedulerConfig, metrics: Mapping[str, float]) -> None:
+        """Step a schedule through the task's `lr_scheduler_step`, unless a callback has paused it."""
         assert self._task is not None  # schedules come from a task
         if config.paused:
             return
         if config.monitor is None:
             try:
                 method_of(self._task, "lr_scheduler_step")(config.scheduler, None)
-            except ValueError as error:  # OneCycleLR counts its own steps
+            except (
+                ValueError
+            ) as error:  # OneCycleLR counts its own steps: "Tried to step 11 times. … total steps is 10"
                 if "total steps is" not in str(error):
                     raise
                 raise ConfigurationError(
@@ -314,10 +357,11 @@ class ManualOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, engine: object) -> None:
+        # Not by assignment, which `__setattr__` passes to the optimizer.
         vars(self).update(_optimizer=optimizer, _engine=engine)
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # torch's schedulers accept only instances of Optimizer
         return type(self._optimizer)
 
     @__class__.setter
@@ -327,18 +371,18 @@ class ManualOptimizer:
     @property
     def optimizer(self) -> Optimizer:
         """The wrapped torch optimizer."""
-        found: Optimizer = self._optimizer
-        return found
+        optimizer: Optimizer = self._optimizer
+        return optimizer
 
-    def step(self, closure: Callable[[], Any] | None = None, **own: object) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: object) -> Any:
         """Unscale the gradients, call the hooks and step.
 
         Args:
             closure: computes the loss and runs `manual_backward`; hooks are called after it.
-            **own: further arguments of the optimizer's `step`.
+            **options: further arguments of the optimizer's `step`.
 
         Returns:
-            The closure's loss, or what the optimizer's `step` returns.
+            The closure's loss, or the result of the optimizer's `step`.
 
         Raises:
             TaskError: `closure` is not callable.
@@ -347,16 +391,17 @@ class ManualOptimizer:
             raise TaskError(
                 f"step(closure={type(closure).__name__}): the closure must be a function that returns the loss."
             )
-        return self._engine.step.step_optimizer(self._optimizer, closure, **own)
+        return self._engine.step.step_optimizer(self._optimizer, closure, **options)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Let only this optimizer's parameters require gradients in a `with` block.
+        """Return a context in which only this optimizer's parameters require gradients.
 
         Args:
             sync_grad: False keeps the gradients of its backward passes on this rank, see `TaskModule.no_sync`.
         """
-        with self._engine.task.toggled_optimizer(self), nullcontext() if sync_grad else self._engine.step.no_sync():
+        synchronization = nullcontext() if sync_grad else self._engine.step.no_sync()
+        with self._engine.task.toggled_optimizer(self), synchronization:
             yield
 
     def __getattr__(self, name: str) -> Any:

@@ -1,5 +1,7 @@
-"""Connect the Trainer's profiler with a stage. Hooks, steps and loaders are wrapped once when the stage begins, so that
-a stage without a profiler has no additional cost.
+"""Connection of the Trainer's profiler with a stage.
+
+Hooks, steps and loaders are wrapped once when the stage begins, so that a stage without a profiler has no additional
+cost. Methods are replaced in the dict of the instance (`vars(step)["evaluate"] = …`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ class StageProfiler:
         stage: the stage, or None.
         engine: the engine, whose steps are recorded.
         data: the data, whose loaders are recorded.
+
+    Attributes:
+        profiler: see above. A PassThroughProfiler if the user has passed none.
     """
 
     def __init__(self, profiler: Profiler, stage: Stage | None, engine: Engine, data: StageData) -> None:
@@ -37,7 +42,7 @@ class StageProfiler:
         self._stage: Stage = stage or "fit"
         self._engine = engine
         self._data = data
-        self._is_set_up = False
+        self._is_set_up = False  # between `begin` and `end`, and only if the profiler is enabled
 
     def begin(self, root: Path) -> None:
         """Set up the profiler after the processes of a stage have started. Not collective.
@@ -51,6 +56,7 @@ class StageProfiler:
         self._is_set_up = profiler.enabled
         if not profiler.enabled:
             return
+        # Loaders and steps are created later, and again during the stage.
         self._data.on_made = partial(_wrap_data, profiler)
         make_step = self._engine.make_step
         strategy = f"[Strategy]{type(self._engine.strategy).__name__}"
@@ -61,13 +67,14 @@ class StageProfiler:
         if not self._is_set_up:
             return
         table.wrap(self.profiler.wrap)
-        regions = _Steps(self.profiler)
+        # The region of a step contains the hooks: its start comes before them, and its end after them.
+        steps = _Steps(self.profiler)
         hooks = vars(table)
-        hooks["on_train_step_start"] = (regions.on_train_step_start, *table.on_train_step_start)
-        hooks["on_train_step_end"] = (*table.on_train_step_end, regions.on_train_step_end)
+        hooks["on_train_step_start"] = (steps.on_train_step_start, *table.on_train_step_start)
+        hooks["on_train_step_end"] = (*table.on_train_step_end, steps.on_train_step_end)
         if self._stage != "fit":
             name = "validation" if self._stage == "validate" else self._stage
-            hooks[f"on_{name}_batch_end"] = (*hooks[f"on_{name}_batch_end"], regions.end_batch)
+            hooks[f"on_{name}_batch_end"] = (*hooks[f"on_{name}_batch_end"], steps.end_batch)
 
     def watch_modules(self, task: TaskModule) -> None:
         """Mark the modules of the prepared task in the profile, unless the task is compiled."""
@@ -91,8 +98,9 @@ class StageProfiler:
 
 
 class _Steps(Callback):
-    """Recorder of optimizer steps under the name `run_training_batch`. It reports the end of each step to the
-    profiler.
+    """Recorder of optimizer steps under the name `run_training_batch`, Lightning's.
+
+    It reports the end of each step to the profiler.
     """
 
     reads_only = True
@@ -119,26 +127,27 @@ class _Steps(Callback):
 
 def _wrap_step(step: Step, profiler: Profiler, strategy: str) -> Step:
     """Record the parts of a step: transfer, forward, backward, optimizer."""
-    own = vars(step)
+    attributes = vars(step)
     task = type(step.task).__name__
     wrap = profiler.wrap
     if step._transfer is not None:
         step._transfer = wrap(f"{strategy}.batch_to_device", step._transfer)
     step._training_step = wrap(f"{strategy}.training_step", step._training_step)
-    own["optimizer_step"] = wrap(f"[TaskModule]{task}.optimizer_step", step.optimizer_step)
     if isinstance(step, AutomaticStep):
         step._backward = wrap(f"{strategy}.backward", step._backward or torch.Tensor.backward)
     if isinstance(step, ManualStep):
-        own["backward"] = wrap(f"{strategy}.backward", step.backward)
-        own["optimizer_step"] = step.optimizer_step  # it does nothing here
-        own["step_optimizer"] = wrap(f"[TaskModule]{task}.optimizer_step", step.step_optimizer)
+        attributes["backward"] = wrap(f"{strategy}.backward", step.backward)
+        attributes["step_optimizer"] = wrap(f"[TaskModule]{task}.optimizer_step", step.step_optimizer)
+    else:
+        attributes["optimizer_step"] = wrap(f"[TaskModule]{task}.optimizer_step", step.optimizer_step)
     evaluate = step.evaluate
 
-    def recorded(name: Any, *args: Any) -> Any:
-        with profiler.profile(f"{strategy}.{name if isinstance(name, str) else 'evaluation_step'}"):
+    def evaluate_recorded(name: Any, *args: Any) -> Any:
+        step_name = name if isinstance(name, str) else "evaluation_step"  # `evaluate` also calls functions
+        with profiler.profile(f"{strategy}.{step_name}"):
             return evaluate(name, *args)
 
-    own["evaluate"] = recorded
+    attributes["evaluate"] = evaluate_recorded
     return step
 
 
@@ -163,9 +172,11 @@ def _timed(iterate: Callable[..., Iterator[Any]], profiler: Profiler, name: str)
                 if item is end:
                     return
                 yield item
-                del item
+                del item  # frees the batch's memory before the next one is read
         finally:
-            if (close := getattr(items, "close", None)) is not None:
+            # If the loop leaves early, a generator ends at once, and not when it is collected.
+            close = getattr(items, "close", None)
+            if close is not None:
                 close()
 
     return lambda *args: timed(iterate(*args))

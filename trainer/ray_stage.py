@@ -24,7 +24,7 @@ from trainwright.processes.ray_actors import PARENT, WORK, RayJob, parse_launche
 
 
 def run_in_new_processes(trainer: Any, work: Callable[[], Any], involved: Iterable[object]) -> Any:
-    """Run a stage of a Trainer in new processes, and return its result; see `run_in_processes`.
+    """Run a stage of a Trainer in new processes, and return its result on rank 0; see `run_in_processes`.
 
     Args:
         trainer: the Trainer, whose stage has begun.
@@ -55,9 +55,9 @@ def _run_on_ray(trainer: Any, work: Callable[[], Any], involved: Iterable[object
         work=serialize((begin_alike(), _Work(trainer, work, task), sys.argv), [*involved, task]),
         **options,
     )
-    found = run_on_ray(job)
-    assert found is not None  # rank 0 has ended without an error
-    unpickler = pickle.Unpickler(io.BytesIO(found))  # written by this user's own process
+    pickled = run_on_ray(job)
+    assert pickled is not None  # rank 0 has ended without an error
+    unpickler = pickle.Unpickler(io.BytesIO(pickled))  # written by this user's own process
     unpickler.load()  # replaced libraries, for new processes; see `serialize`
     return _take(trainer, task, unpickler.load())
 
@@ -78,7 +78,7 @@ class _Work:
         run = self._trainer.run
         state = TrainState()
         state.load_dict(trainer.state.to_dict())
-        found = {
+        final_state = {
             "result": result,
             "weights": {name: value.detach().cpu() for name, value in _tensors(self._task)},
             "progress": replace(trainer.progress, state=state),
@@ -87,22 +87,23 @@ class _Work:
             "shown": run.logs.shown,
             "interrupted": run.interrupted,
         }
-        write_result(serialize((found,), [self._task, *trainer.settings.callbacks, *trainer.settings.loggers]))
+        write_result(serialize((final_state,), [self._task, *trainer.settings.callbacks, *trainer.settings.loggers]))
 
 
 def _tensors(task: TaskModule) -> Iterable[tuple[str, torch.Tensor]]:
     return ((name, value) for name, value in task.state_dict().items() if isinstance(value, torch.Tensor))
 
 
-def _take(trainer: Any, task: TaskModule, received: tuple[dict[str, Any]]) -> Any:
-    (found,) = received
-    task.load_state_dict(found["weights"], strict=False)
-    trainer.progress.take(found["progress"])
+def _take(trainer: Any, task: TaskModule, received: dict[str, Any]) -> Any:
+    """Copy the final state of rank 0 to the Trainer and the task of this process. Return the result of the stage."""
+    task.load_state_dict(received["weights"], strict=False)
+    trainer.progress.take(received["progress"])
     run = trainer.run
-    run.logs.shown = found["shown"]
-    run.interrupted = found["interrupted"]
-    for mine, attributes in zip(
-        [*trainer.settings.callbacks, *trainer.settings.loggers], [*found["callbacks"], *found["loggers"]], strict=True
-    ):
-        vars(mine).update(attributes)
-    return found["result"]
+    run.logs.shown = received["shown"]
+    run.interrupted = received["interrupted"]
+    # The objects that the user holds are changed in place.
+    for callback, attributes in zip(trainer.settings.callbacks, received["callbacks"], strict=True):
+        vars(callback).update(attributes)
+    for logger, attributes in zip(trainer.settings.loggers, received["loggers"], strict=True):
+        vars(logger).update(attributes)
+    return received["result"]

@@ -70,9 +70,9 @@ class StageRun:
         is_trial: run trial steps only, without callbacks, loggers and saves.
 
     Attributes:
-        is_running: the stage has begun and not ended.
+        is_running: the stage has begun and not ended. Never True without a stage.
         is_set_up: calls of `prepare_data` and `setup` have begun, so `teardown` must be called at the end.
-        interrupted: Ctrl-C ended the stage.
+        interrupted: Ctrl-C ended the stage. Set by `stage.on_this_process` before `tear_down`.
         engine: computes steps, steps the optimizers and communicates with other ranks.
         hooks: the task and the callbacks.
         data: the loaders, and the position in the training data.
@@ -105,22 +105,36 @@ class StageRun:
         self.is_running = stage is not None
         self.is_set_up = False
         self.interrupted = False
-        self.engine = engine = settings.selection.engine() if engine is None else engine
+        if engine is None:
+            engine = settings.selection.engine()
+        if sources is None:
+            sources = Sources({})
+        arguments = settings.arguments
         callbacks: list[Callback] = [] if is_trial else settings.callbacks
         profiler: Profiler = PassThroughProfiler() if is_trial else settings.profiler
-        arguments = settings.arguments
-        self.hooks = hooks = StageHooks(trainer, engine, task, callbacks)
-        self.data = data = StageData(Sources({}) if sources is None else sources, task, engine, settings, progress)
-        self.loop = loop = LoopState(Schedules([], task))
-        self.evaluation = EvaluationState()
-        self.logs = logs = Logs(settings, engine, hooks, progress, loop, self.evaluation, stage, is_trial=is_trial)
+        # In the order in which the parts need each other.
+        hooks = StageHooks(trainer, engine, task, callbacks)
+        data = StageData(sources, task, engine, settings, progress)
+        loop = LoopState(Schedules([], task))
+        evaluation = EvaluationState()
+        logs = Logs(settings, engine, hooks, progress, loop, evaluation, stage, is_trial=is_trial)
+        places = CheckpointPlaces(settings.root, hooks, progress)
+        contents = CheckpointContents(engine, hooks, progress, data, loop, logs, evaluation)
+        saves = Saves(arguments, engine, places, contents, hooks, loop, logs, profiler, is_trial=is_trial)
+        loads = Loads(settings, engine, places, contents, hooks, progress, data, loop, logs, stage)
+        self.engine = engine
+        self.hooks = hooks
+        self.data = data
+        self.loop = loop
+        self.evaluation = evaluation
+        self.logs = logs
         self.manual = ManualOptimization(arguments, engine, hooks)
         self.profiler = StageProfiler(profiler, stage, engine, data)
-        self.places = places = CheckpointPlaces(settings.root, hooks, progress)
-        self.contents = contents = CheckpointContents(engine, hooks, progress, data, loop, logs, self.evaluation)
-        self.saves = Saves(arguments, engine, places, contents, hooks, loop, logs, profiler, is_trial=is_trial)
-        self.loads = Loads(settings, engine, places, contents, hooks, progress, data, loop, logs, stage)
-        self.recovery = Recovery(settings, engine, hooks, progress, data, loop, logs, places, self.saves, self.loads)
+        self.places = places
+        self.contents = contents
+        self.saves = saves
+        self.loads = loads
+        self.recovery = Recovery(settings, engine, hooks, progress, data, loop, logs, places, saves, loads)
 
     @property
     def running_stage(self) -> Stage | None:
@@ -147,7 +161,9 @@ class StageRun:
 
     def join(self) -> None:
         """Start the engine's communication with other ranks, and agree on the run's identity and seed. Collective."""
-        topology = detect("torchrun") if started_by_trainer() else self.settings.selection.topology
+        topology = self.settings.selection.topology
+        if started_by_trainer():  # the settings were made in the parent process; torchrun's variables name this rank
+            topology = detect("torchrun")
         self.engine.start(topology)
         processes = self.engine.processes
         progress = self.progress
@@ -168,13 +184,14 @@ class StageRun:
         hooks = self.hooks
         engine = self.engine
         assert stage is not None
-        is_trained = task.global_step > 0  # by this Trainer or an earlier one
+        is_trained = task.global_step > 0  # by the task's last Trainer, which the next line replaces
         task.trainer = self.trainer
         if not self.is_trial:
             hooks.callbacks = with_task_callbacks(hooks.callbacks, task)
         log_through(task, hooks.callbacks)
+        # Checked again, because only here the task's own callbacks are known.
         check_callbacks(hooks.callbacks, stage)
-        check_needs(hooks.callbacks, self.settings.selection)  # includes the task's callbacks
+        check_needs(hooks.callbacks, self.settings.selection)
         hooks.table = HookTable(hooks.callbacks, task)
         self.profiler.wrap_hooks(hooks.table)
         if not self.is_trial:
@@ -182,6 +199,8 @@ class StageRun:
         self.is_set_up = True
         self._prepare_data_and_set_up(stage, is_trained=is_trained)
         _check_depth(task)
+        # The checkpoint is read before the engine prepares the task, so that `on_load_checkpoint` (`opened.show`) is
+        # called once the modules exist. Its content is loaded after the optimizers exist, below.
         opened = self.loads.open(request, is_trial=self.is_trial)
         if opened is not None:
             engine.when_configured = None  # the checkpoint replaces the trained weights: nothing to warn of
@@ -189,9 +208,8 @@ class StageRun:
             if stage != "fit":
                 warn_of_other_hyperparameters(hooks, stage, opened)
         engine.prepare_task(task, self._make_optimizers if stage == "fit" else None, self.trainer)
-        self.loop.schedules = Schedules(
-            self.loop.schedules.configs, task
-        )  # the engine may have changed their intervals
+        # Sort the schedules again, because the engine may have changed their intervals.
+        self.loop.schedules = Schedules(self.loop.schedules.configs, task)
         self.profiler.watch_modules(task)
         self.loop.count_tokens |= "tokens" in self.settings.units
         self.logs.make_group()
@@ -207,12 +225,17 @@ class StageRun:
             self.loop.trains = True
 
     def _choose_default_folder(self, stage: Stage, request: LoadRequest) -> None:
+        """Set the folder of checkpoints without a folder of their own. Collective: rank 0 chooses it."""
         folder = None
         if self.engine.is_main:
             folder = default_folder(self.settings.root, self.settings.loggers, stage, request, self.contents.attempt)
         self.places.default_folder = self.engine.processes.broadcast_object(folder)
 
     def _prepare_data_and_set_up(self, stage: Stage, *, is_trained: bool) -> None:
+        """Call `prepare_data` on one rank per node or on rank 0, then `setup` on every rank. Collective.
+
+        `setup` is called in Lightning's order: the data module, the callbacks, the task.
+        """
         task = self.task
         datamodule = self.data.datamodule
         processes = self.engine.processes
@@ -228,7 +251,7 @@ class StageRun:
                 kind = "TaskModule" if isinstance(owner, TaskModule) else "DataModule"
                 with profile(f"[{kind}]{type(owner).__name__}.prepare_data"):
                     method_of(owner, "prepare_data")()
-        processes.barrier()
+        processes.barrier()  # `setup` may read what another rank has prepared
         if datamodule is not None:
             method_of(datamodule, "setup")(stage)
         self.hooks.fire("setup", stage)
@@ -238,6 +261,7 @@ class StageRun:
             method_of(task, "setup")(stage)
 
     def _make_optimizers(self) -> list[Optimizer]:
+        """Call `configure_optimizers`. Called by the engine once the task's parameters are final."""
         task = self.task
         name = type(task).__name__
         task.trainer = self.trainer  # `setup` or `configure_model` may have replaced it
@@ -270,9 +294,10 @@ class StageRun:
         selection = self.settings.selection
         outline = selection.strategy.outline(None, selection.settings)
         settings = planned_settings(self.settings)
-        logs = [logger.log_dir for logger in self.settings.loggers if logger.log_dir is not None]
+        log_dirs = [logger.log_dir for logger in self.settings.loggers if logger.log_dir is not None]
         script = Path(sys.argv[0] or ".").absolute()
-        is_own = script.suffix == ".py" and script.name != "__main__.py"  # not the command line of a package
+        is_users_script = script.suffix == ".py" and script.name != "__main__.py"  # not `python -m package`
+        code_folder = script.parent if is_users_script and script.is_file() else Path.cwd()
         hyperparameters: dict[str, Any] = {}
         for owner in (self.data.datamodule, self.task):
             if owner is not None:
@@ -294,11 +319,11 @@ class StageRun:
             "callbacks": [type(callback).__name__ for callback in self.hooks.callbacks],
             "loggers": [type(logger).__name__ for logger in self.settings.loggers],
             "folders": {
-                "logs": [os.path.relpath(path, folder) for path in logs],
+                "logs": [os.path.relpath(log_dir, folder) for log_dir in log_dirs],
                 "checkpoints": os.path.relpath(self.places.folder, folder),
             },
             "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
-            "code": code_version(script.parent if is_own and script.is_file() else Path.cwd()),
+            "code": code_version(code_folder),
             "python": platform.python_version(),
             "host": platform.node(),
             "platform": platform.platform(),
@@ -317,7 +342,11 @@ class StageRun:
     # End
 
     def end_fit(self) -> None:
-        """Execute the last requests, and call `on_fit_end` when all checkpoints are on disk. Collective."""
+        """Execute the last requests, and call `on_fit_end` when all checkpoints are on disk. Collective.
+
+        Raises:
+            CheckpointError: see `Saves.finish`.
+        """
         self.saves.execute_requests()
         self.saves.finish()
         self.logs.metrics.close("on_fit_end")
@@ -336,7 +365,9 @@ class StageRun:
         def finish_logs(_kind: object, error: BaseException | None, _trace: object) -> None:
             self.logs.finish("failed" if status == "success" and error is not None else status)
 
-        # The stack runs in reverse: data, saves, teardown hooks, loggers, profiler, message, engine.
+        # The stack runs in reverse: data, saves, teardown hooks of the data module, callbacks and task, loggers,
+        # profiler, message, engine. Saves end before the loggers, which receive the last checkpoints, and before the
+        # message, which names the newest one.
         with ExitStack() as cleanup:
             cleanup.callback(self._close)
             if self.interrupted and stage == "fit" and hooks.saver is not None:
@@ -353,6 +384,7 @@ class StageRun:
             cleanup.callback(partial(self.data.close, keep_state=status != "failed"))
 
     def _close(self) -> None:
+        """Disconnect the task and the callbacks from this stage, and end the engine's communication."""
         log_into(self.task, None)
         log_through(None, self.hooks.callbacks)
         self.is_running = False
@@ -363,11 +395,11 @@ class StageRun:
     @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of one training epoch on one rank; infinite if the loader has no length."""
-        found = self.data.train().num_batches
-        return math.inf if found is None else found
+        num_batches = self.data.train().num_batches
+        return math.inf if num_batches is None else num_batches
 
     def num_batches(self, kind: str) -> list[int | float]:
-        """Return the batches of each loader of an evaluation on one rank."""
+        """Return the batches of each loader of an evaluation on one rank. Empty before the loaders are created."""
         data = self.data.evaluations.get(kind)
         return [] if data is None else data.num_batches
 
@@ -378,18 +410,21 @@ class StageRun:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Total number of optimizer steps of `fit`; infinite without a limit, and for a loader without a length.
+        """Total number of optimizer steps of `fit` by `max_epochs` and `max_steps`.
 
-        Learning-rate schedules in `configure_optimizers` may need it. Creates the training loader if necessary.
+        Infinite without `max_steps` if there is no `max_epochs` or the loader has no length. Learning-rate schedules in
+        `configure_optimizers` may need it. Creates the training loader if necessary.
         """
         limits = self.settings.limits
+        max_steps = math.inf if limits.max_steps == -1 else limits.max_steps
         if limits.max_epochs is None:
-            return math.inf if limits.max_steps == -1 else limits.max_steps
-        total: int | float = math.inf
-        batches = self.num_training_batches
-        if math.isfinite(batches):
-            total = math.ceil(batches / self.settings.accumulate_grad_batches) * limits.max_epochs
-        return total if limits.max_steps == -1 else min(total, limits.max_steps)
+            return max_steps
+        batches_per_epoch = self.num_training_batches
+        if not math.isfinite(batches_per_epoch):
+            return max_steps
+        # The last group of an epoch may be smaller: 10 micro-batches in groups of 4 are 3 steps.
+        steps_per_epoch = math.ceil(batches_per_epoch / self.settings.accumulate_grad_batches)
+        return min(steps_per_epoch * limits.max_epochs, max_steps)
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
         """End the run after the current step; see `Run.request_stop`."""
@@ -415,7 +450,7 @@ class StageRun:
         return self.engine.state.gather_tensor(tensor)
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
-        """Return this rank's shard of a full tensor, sharded like the task's tensor `like`. Not collective."""
+        """Return this rank's shard of a full `value`, sharded like the task's tensor `like`. Not collective."""
         return self.engine.state.shard_like(value, like)
 
 

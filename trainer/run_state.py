@@ -1,7 +1,7 @@
 """The state of a Trainer (`trainer.state`) and the progress of a run.
 
-The state has the training progress and, under Lightning's names, the stage and its status. All stages of a Trainer
-share the progress. Checkpoints contain it.
+`RunState` is the training progress (`TrainState`) and, under Lightning's names, the stage and its status. `RunProgress`
+contains it and the rest of what all stages of a Trainer share. Checkpoints contain the progress.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ class TrainerStatus(StrEnum):
     INTERRUPTED = "interrupted"
 
 
-class Asked(Protocol):
-    """The part of a Trainer that `RunState` reads."""
+class TrainerStages(Protocol):
+    """The part of a Trainer that `RunState` reads.
+
+    Attributes:
+        verb: the current or last stage; None before the first.
+        status: value of a `TrainerStatus`.
+    """
 
     verb: Stage | None
     status: str
@@ -55,7 +60,7 @@ class Asked(Protocol):
 
     @property
     def run(self) -> Any:
-        """The run of the current stage."""
+        """The run of the current or last stage."""
 
 
 class RunState(TrainState):
@@ -63,16 +68,16 @@ class RunState(TrainState):
 
     Args:
         trainer: provides the stage and its status.
-        clock: initial training progress. Default: None, the start of training.
+        progress: initial training progress, which is copied. Default: None, the start of training.
     """
 
     __slots__ = ("_trainer",)
 
-    def __init__(self, trainer: Asked, clock: TrainState | None = None) -> None:
+    def __init__(self, trainer: TrainerStages, progress: TrainState | None = None) -> None:
         super().__init__()
         self._trainer = trainer
-        if clock is not None:
-            self.load_dict(clock.to_dict())
+        if progress is not None:
+            self.load_dict(progress.to_dict())
 
     @property
     def fn(self) -> TrainerFn | None:
@@ -82,13 +87,15 @@ class RunState(TrainState):
     @property
     def stage(self) -> RunningStage | None:
         """The kind of steps that run: training, sanity check or an evaluation; None between stages."""
-        trainer = self._trainer
         evaluation = self._trainer.run.evaluation
+        stage = self._trainer.stage
         if evaluation.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        if evaluation.kind is not None:
+        if evaluation.kind is not None:  # also a validation within a fit
             return RunningStage(evaluation.kind)
-        return None if trainer.stage is None else RunningStage("train" if trainer.stage == "fit" else trainer.stage)
+        if stage is None:
+            return None
+        return RunningStage.TRAINING if stage == "fit" else RunningStage(stage)
 
     @property
     def status(self) -> TrainerStatus:
@@ -105,12 +112,14 @@ class RunState(TrainState):
         """True if the last stage has completed or was interrupted."""
         return self.status in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
-    def __eq__(self, other: object) -> bool:
-        return self.to_dict() == other.to_dict() if isinstance(other, TrainState) else NotImplemented
+    def __eq__(self, other: object) -> bool:  # a dataclass's own `__eq__` requires the same class
+        if not isinstance(other, TrainState):
+            return NotImplemented
+        return self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # the Trainer cannot be pickled, and a copy must not change with it
         return TrainState, tuple(self.to_dict().values())
 
 
@@ -120,13 +129,14 @@ class RunProgress:
 
     Attributes:
         state: training progress.
-        seed: seed of the data order; None until the processes have started.
+        seed: seed of the data order; None until the processes have started, unless the user has passed one.
         run_id: identifies this run's checkpoints in a shared folder. A resume keeps it.
         skipped_batches: training data that was read without changing weights, in order.
         num_rollbacks: number of rollbacks.
-        abandoned: creation times of checkpoints that a rollback has discarded.
-        skipped_in_a_row: number of consecutive skipped steps.
-        open_metrics: aggregated metrics of an unfinished epoch, for each data rank.
+        abandoned: creation times of checkpoints that a rollback has discarded. Their files may still exist.
+        skipped_in_a_row: number of consecutive steps that were skipped because of `on_nonfinite`, up to now.
+        open_metrics: aggregated metrics of the epoch that a limit has ended within, for each data rank: the results of
+            `CheckpointContents.metrics_state`. The next fit of this Trainer restores and clears them. Otherwise empty.
     """
 
     state: TrainState
@@ -140,13 +150,14 @@ class RunProgress:
 
     def take(self, other: RunProgress) -> None:
         """Take over the progress of the same run in another process."""
+        # `state` is changed in place, because users may hold a reference to `trainer.state`.
         self.state.load_dict(other.state.to_dict())
-        for each in fields(self):
-            if each.name != "state":  # users hold the object
-                setattr(self, each.name, getattr(other, each.name))
+        for field_ in fields(self):
+            if field_.name != "state":
+                setattr(self, field_.name, getattr(other, field_.name))
 
     def for_trial(self, state: TrainState) -> RunProgress:
-        """Return a copy with the given progress, for a trial."""
+        """Return a copy with another training progress, for a trial. The trial does not change this object."""
         return replace(self, state=state, skipped_batches=list(self.skipped_batches), abandoned=set(self.abandoned))
 
     def skipped_data(self) -> dict[str, Any]:
@@ -158,9 +169,12 @@ class RunProgress:
         }
 
     def add_skipped_data(self, saved: dict[str, Any]) -> None:
-        """Merge the result of `skipped_data`. Existing entries are kept."""
-        for item in saved.get("skipped", []):
-            skipped = SkippedData(**item)
+        """Merge the result of `skipped_data`. Existing entries stay.
+
+        After a rollback to an older checkpoint, the run keeps the list of data that it has skipped since.
+        """
+        for entry in saved.get("skipped", []):
+            skipped = SkippedData(**entry)
             if skipped not in self.skipped_batches:
                 self.skipped_batches.append(skipped)
         self.num_rollbacks = max(self.num_rollbacks, saved.get("num_rollbacks", 0))

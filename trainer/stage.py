@@ -26,7 +26,7 @@ from trainwright.trainer.logs import ShownMetrics
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import StageRun
 
-_BEGINNING = threading.Lock()
+_BEGINNING = threading.Lock()  # held while a stage begins: two threads could both find that no stage is running
 
 
 def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest) -> LoadRequest:
@@ -36,6 +36,8 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
         The load request, with its checkpoint opened if a path names it.
 
     Raises:
+        ArgumentTypeError: `task` is not a TaskModule.
+        FileNotFoundError: there is no checkpoint at the path.
         ConfigurationError, CheckpointError: an argument or the checkpoint is invalid.
     """
     check_task(
@@ -52,20 +54,27 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
         check_datamodule(sources.datamodule, stage)
     kind = "train" if stage == "fit" else stage
     if not sources.has(kind, task):
-        sources.make(kind, task)  # raises an error that says what to pass
+        sources.make(kind, task)  # always raises here, with an error that says what to pass
     sources.check_lengths(stage)
     return check_early(load, stage)
 
 
 @contextmanager
 def nothing_else_runs(stage: Stage, last: StageRun, task: TaskModule) -> Iterator[None]:
-    """Check that no stage of the same Trainer or task is running.
+    """Check that no stage of the same Trainer or task is running. No other stage of this process begins in the context.
+
+    Args:
+        stage: the stage that begins, for the message.
+        last: the Trainer's current or last run.
+        task: the task, which another Trainer may be running.
 
     Raises:
         ConfigurationError: a stage is running.
     """
     with _BEGINNING:
-        running = last.running_stage or (task._run and task._run.stage)
+        running = last.running_stage
+        if running is None and task._run is not None:
+            running = task._run.stage
         if running is not None:
             raise ConfigurationError(
                 f"trainer.{stage}() was called while {running}() runs with this Trainer or task. Call it afterwards, "
@@ -83,14 +92,14 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
     """
     arguments = run.settings.arguments
     status: Status = "failed"
-    with ExitStack() as watch:
+    with ExitStack() as signals:  # signals are also watched during the teardown, in which saves complete
         try:
             with kernel_choice(arguments.benchmark, arguments.deterministic, arguments.detect_anomaly):
                 run.join()
                 run.profiler.begin(run.settings.root)
                 processes = run.engine.processes
                 if run.stage == "fit":
-                    watch.enter_context(run.recovery.preemption.watching(run.loop))
+                    signals.enter_context(run.recovery.preemption.watching(run.loop))
                 with processes.watched(run.position):
                     run.set_up(load)
                     trains = run.loop.trains and not run.is_trial
@@ -108,7 +117,9 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
             run.interrupted = isinstance(error, KeyboardInterrupt)
             if run.interrupted or isinstance(error, Preempted):
                 status = "interrupted"
-            explained = run.recovery.report_error(error) if run.is_set_up else None
+            explained = None
+            if run.is_set_up:  # before that, callbacks have had no `setup`, so they receive no `on_exception`
+                explained = run.recovery.report_error(error)
             if explained is not None:
                 raise explained from error
             raise
@@ -117,9 +128,14 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
 
 
 def _sanity_check(run: StageRun) -> None:
-    """Run some validation batches before training, except after a resume. Discards metrics and restores generators."""
+    """Run some validation batches before training, except after a resume. Discards metrics and restores generators.
+
+    Raises:
+        Preempted: a signal arrived.
+    """
     limit = run.settings.num_sanity_val_steps
-    if limit == 0 or not run.data.has_validation or run.loads.origin is not None:
+    is_resumed = run.loads.origin is not None
+    if limit == 0 or is_resumed or not run.data.has_validation:
         return
     with isolate_rng(run.engine.device):
         run.evaluation.sanity_checking = True

@@ -259,9 +259,10 @@ class Trainer(LightningNames):
             on_interrupt=on_interrupt,
         )
         self.settings = settings = configure(arguments)
-        self.progress = RunProgress(RunState(self), settings.arguments.seed)
-        self.verb: Stage | None = None
-        self.status = "initializing"
+        self.progress = RunProgress(RunState(self), settings.arguments.seed)  # all stages continue it
+        self.verb: Stage | None = None  # the current or last stage
+        self.status = "initializing"  # see TrainerStatus
+        # Before the first stage, a run without a stage provides the attributes. Each stage replaces it.
         self.run = StageRun(self, settings, self.progress)
         if settings.preemption_grace_s is not None:
             listen(is_main=settings.selection.topology.rank == 0, requeue=settings.arguments.auto_requeue)
@@ -298,6 +299,7 @@ class Trainer(LightningNames):
             on_damaged: `"error"` (default), or `"fall_back"` (default for `"last"`) to the newest valid checkpoint.
 
         Raises:
+            ArgumentTypeError: no task was passed, or another object.
             ConfigurationError, FileNotFoundError, CheckpointError: an argument or the checkpoint is invalid.
         """
         task = one_task("fit", task, model)
@@ -367,12 +369,12 @@ class Trainer(LightningNames):
         """
         task = one_task("predict", task, model)
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
-        task = task if task is not None else self._last_task("predict")
+        if task is None:
+            task = self._last_task("predict")
         sources = Sources.of("predict", datamodule, predict=dataloaders)
-        found: list[Any] | None = self._start(
-            "predict", task, sources, load, partial(Prediction, keep=return_predictions is not False)
-        )
-        return found
+        make_loop = partial(Prediction, keep=return_predictions is not False)
+        predictions: list[Any] | None = self._start("predict", task, sources, load, make_loop)
+        return predictions
 
     @known_arguments(partial(refuse_of_verb, "plan"))
     def plan(
@@ -431,15 +433,17 @@ class Trainer(LightningNames):
         verbose: bool,
         datamodule: DataModule | None,
     ) -> list[dict[str, float]]:
+        """Validate or test. Returns an empty list after Ctrl-C in an interactive session."""
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
-        task = task if task is not None else self._last_task(kind)
+        if task is None:
+            task = self._last_task(kind)
         sources = Sources.of(kind, datamodule, **{kind: loaders})
-        found: list[dict[str, float]] | None = self._start(
-            kind, task, sources, load, partial(Evaluation, verbose=verbose)
-        )
-        return found or []
+        make_loop = partial(Evaluation, verbose=verbose)
+        metrics: list[dict[str, float]] | None = self._start(kind, task, sources, load, make_loop)
+        return metrics or []
 
     def _last_task(self, stage: Stage) -> TaskModule:
+        """Return the task of the last stage, for a `stage` without one."""
         task = self.run.hooks.task_or_none
         if task is None:
             raise ArgumentTypeError(
@@ -459,7 +463,9 @@ class Trainer(LightningNames):
     ) -> Any:
         """Check a stage, start other processes if necessary, run the stage and return its result on this process.
 
-        Sets `status`. Returns None after Ctrl-C in an interactive session.
+        Sets `status`. Returns None after Ctrl-C in an interactive session or with `on_interrupt="return"`. A trial (a
+        search) restores `run`, `verb` and `status`. Before the first stage, the Trainer keeps the task, data module and
+        loaders of the search.
         """
         load = check_stage(self.settings, stage, task, sources, load)
         last_run = self.run
@@ -468,9 +474,9 @@ class Trainer(LightningNames):
         run = self._begin(stage, task, sources, is_trial)
         try:
             if self.settings.selection.starts_processes and not started_by_trainer():
-                involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
                 from trainwright.trainer.ray_stage import run_in_new_processes  # most runs have their processes
 
+                involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
                 work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
                 result = run_in_new_processes(self, work, involved)
             else:
@@ -485,7 +491,7 @@ class Trainer(LightningNames):
             return None
         finally:
             run.is_running = False  # also if its processes did not start
-            if self.status == "running":
+            if self.status == "running":  # an error or Ctrl-C, because it is "finished" otherwise
                 self.status = "interrupted"
             if is_trial:
                 is_first_stage = last_run.hooks.task_or_none is None
@@ -510,6 +516,7 @@ class Trainer(LightningNames):
         return run
 
     def _begin(self, stage: Stage, task: TaskModule, sources: Sources, is_trial: bool) -> StageRun:
+        """Create the run of a stage and set `run`, `verb` and `status`."""
         with nothing_else_runs(stage, self.run, task):
             progress = self.progress.for_trial(RunState(self, self.state)) if is_trial else self.progress
             self.run = StageRun(self, self.settings, progress, stage, task, sources, is_trial=is_trial)
@@ -532,7 +539,7 @@ class Trainer(LightningNames):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.progress.state = RunState(self, self.progress.state)
+        self.progress.state = RunState(self, self.progress.state)  # a pickled RunState is a plain TrainState
         self.run = StageRun(self, self.settings, self.progress)
 
     # Attributes that can be changed between two stages, and some of them in hooks
@@ -544,7 +551,8 @@ class Trainer(LightningNames):
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
-        self.settings.callbacks = self.run.hooks.callbacks = callbacks
+        self.settings.callbacks = callbacks
+        self.run.hooks.callbacks = callbacks
 
     @property
     def loggers(self) -> list[Any]:
@@ -569,8 +577,8 @@ class Trainer(LightningNames):
     @property
     def max_epochs(self) -> int:
         """Maximum number of epochs of a fit; -1 for no limit. A change takes effect in the next fit."""
-        found = self.settings.limits.max_epochs
-        return -1 if found is None else found
+        limit = self.settings.limits.max_epochs
+        return -1 if limit is None else limit
 
     @max_epochs.setter
     def max_epochs(self, max_epochs: int | None) -> None:
@@ -631,8 +639,9 @@ class Trainer(LightningNames):
             OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
+        no_stage_has_run = run.logs.group is None and not run.is_trial
         is_between_steps = run.engine.phase is Phase.BETWEEN_STEPS or self.stage is None
-        if (run.logs.group is None and not run.is_trial) or not is_between_steps:
+        if no_stage_has_run or not is_between_steps:
             raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after a stage.")
         why = run.contents.half_done()
         if why is not None:

@@ -14,7 +14,10 @@ from trainwright.trainer.hooks import StageHooks
 
 
 def watch_trained_weights(hooks: StageHooks, stage: Stage) -> Callable[[], None]:
-    """Return a function that warns if the task's trained weights have been replaced since this call."""
+    """Return a function that warns if the task's trained weights have been replaced since this call.
+
+    Call the returned function once, after `configure_model`.
+    """
     # Not weak references: torch cannot swap a tensor that has one, and so could not move the weights to some devices.
     trained: dict[str, Parameter] = {}
     for name, weight in hooks.task.named_parameters():
@@ -41,16 +44,16 @@ def warn_of_other_hyperparameters(hooks: StageHooks, stage: Stage, opened: Opene
     """Warn if the task's hyper-parameters differ from those of the checkpoint that an evaluation loads."""
     if opened.request.implied:
         return  # no task was passed to the method, so the checkpoint is one of this task
-    saved, _ = read_hyperparameters(opened.snapshot.trainer)
-    own, _ = kept_and_left_out(hooks.task.hparams)
-    others: list[str] = []
-    for name, value in own.items():
-        # Hyper-parameters that only one of them has are new or were removed: the other has nothing to compare.
-        if name in saved and differ(value, saved[name]):
-            others.append(f"{name} is {reprlib.repr(value)}, and was {reprlib.repr(saved[name])}")
-    if others:
+    of_checkpoint, _ = read_hyperparameters(opened.snapshot.trainer)
+    of_task, _ = kept_and_left_out(hooks.task.hparams)
+    differences: list[str] = []
+    for name, value in of_task.items():
+        # A hyper-parameter that only one of them has is new or was removed, so it is not compared.
+        if name in of_checkpoint and differ(value, of_checkpoint[name]):
+            differences.append(f"{name} is {reprlib.repr(value)}, and was {reprlib.repr(of_checkpoint[name])}")
+    if differences:
         hooks.warn(
             f"{stage}: {type(hooks.task).__name__} has other hyper-parameters than {opened.path}: "
-            f"{'; '.join(others)}. The task's own are used. Pass those of the checkpoint, or create the task by "
+            f"{'; '.join(differences)}. The task's own are used. Pass those of the checkpoint, or create the task by "
             "load_from_checkpoint."
         )

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from trainwright.core.process import job
 from trainwright.processes.process_group import Processes
 
-_fits = 0  # number of fits in this process; it identifies the same fit in other attempts
+# Number of fits that this process has begun. A script may call `fit` several times. Each attempt of the job runs the
+# same script, so that the same number is the same fit.
+_fits = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,9 @@ def this_attempt(processes: Processes) -> Attempt:
     global _fits
     _fits += 1
     name = f"fit-{_fits}"
-    found = job()
-    if found.name is not None:
-        return Attempt(f"{found.name}/{name}", found.attempt)
+    launcher_job = job()
+    if launcher_job.name is not None:
+        return Attempt(f"{launcher_job.name}/{name}", launcher_job.attempt)
+    # torchrun's run id is "none" by default. Its agent keeps the token of the first attempt over restarts.
     token = processes.recall(name, secrets.token_hex(8)) if processes.rank == 0 else None
-    return Attempt(processes.broadcast_object(token), found.attempt)
+    return Attempt(processes.broadcast_object(token), launcher_job.attempt)

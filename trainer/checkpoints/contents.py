@@ -43,7 +43,7 @@ class CheckpointContents:
         evaluation: provides metric objects of an unfinished validation, which are left out.
 
     Attributes:
-        attempt: the launcher's attempt that the fit belongs to.
+        attempt: the launcher's attempt that the fit belongs to. `StageRun.join` sets it.
     """
 
     def __init__(
@@ -69,10 +69,14 @@ class CheckpointContents:
         """Return why the current state cannot be saved as the state after the last completed step; None if it can.
 
         It can also be saved within the next step, until an optimizer begins to step.
+
+        Returns:
+            A clause for messages, which follows "while".
         """
         phase = self._engine.phase
         if phase is Phase.BETWEEN_STEPS:
             return None
+        # Without `state_rests`, weights may change also while gradients are computed.
         if phase is Phase.WEIGHTS or not self._engine.capabilities.state_rests:
             return "an optimizer was stepping, so some weights may be updated and others not"
         if self._data.made is not None and self._data.made.loader.stateful:
@@ -87,14 +91,18 @@ class CheckpointContents:
 
         Returns:
             The snapshot. It references the live tensors, so write or copy it before training continues.
+
+        Raises:
+            NonFiniteError: a loss or gradient since the last check was not finite (`on_nonfinite`).
+            CheckpointError: the task has quantized layers, or a hook has added an entry that cannot be saved.
         """
         self._loop.check_finite()
         self._engine.begin_save()
 
-        def gather() -> list[dict[str, Any]]:
+        def gather_states() -> list[dict[str, Any]]:
             return [] if weights_only else self._engine.processes.gather_object(self._own_state())
 
-        return self._collect(gather, weights_only=weights_only, metrics=dict(self._logs.callback_metrics))
+        return self._collect(gather_states, weights_only=weights_only, metrics=dict(self._logs.callback_metrics))
 
     def collect_alone(self, metrics: dict[str, float]) -> Snapshot:
         """Collect this rank's state without communication, for use in an exception path.
@@ -120,10 +128,10 @@ class CheckpointContents:
                 "other ranks may have failed. Earlier checkpoints are complete."
             )
 
-        def own() -> list[dict[str, Any]]:
+        def only_own_state() -> list[dict[str, Any]]:
             return [self._own_state()] if world_size == 1 else []
 
-        return self._collect(own, weights_only=world_size > 1, metrics=metrics)
+        return self._collect(only_own_state, weights_only=world_size > 1, metrics=metrics)
 
     def num_bytes_here(self) -> int:
         """Return the approximate size in bytes of a checkpoint's tensors in this rank's host memory. Not collective."""
@@ -131,15 +139,22 @@ class CheckpointContents:
         for optimizer in self._engine.optimizers:
             for state in optimizer.state.values():
                 tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        distinct = {id(tensor): tensor for tensor in tensors}  # tied weights count once
         num_bytes = 0
-        for tensor in {id(tensor): tensor for tensor in tensors}.values():  # tied weights count once
+        for tensor in distinct.values():
             if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-                # This rank's shard of a DTensor, without importing its class.
-                num_bytes += (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+                if hasattr(tensor, "to_local"):  # a DTensor, without importing its class
+                    tensor = tensor.to_local()  # this rank's shard
+                num_bytes += tensor.nbytes
         return num_bytes
 
     def metrics_state(self) -> dict[str, Any]:
-        """Return this rank's aggregated metrics of the current epoch. Waits for the device."""
+        """Return this rank's aggregated metrics of the current epoch. Waits for the device.
+
+        Returns:
+            `"logged"`: the state of the values that `log` has aggregated; `"objects"`: the states of the task's metric
+            objects.
+        """
         task = self._hooks.task
         objects = objects_state(task, without=self._evaluation.own_objects)
         return {"logged": self._logs.metrics.state_dict(task), "objects": objects}
@@ -153,9 +168,9 @@ class CheckpointContents:
         }
 
     def _collect(
-        self, gather: Callable[[], list[dict[str, Any]]], *, weights_only: bool, metrics: dict[str, float]
+        self, gather_states: Callable[[], list[dict[str, Any]]], *, weights_only: bool, metrics: dict[str, float]
     ) -> Snapshot:
-        """Collect the state of the run. `gather` returns the `_own_state` of each rank."""
+        """Collect the state of the run. `gather_states` returns the `_own_state` of each rank."""
         engine = self._engine
         task = self._hooks.task
         if any(type(parameter).__module__.startswith("torchao.") for parameter in task.parameters()):
@@ -169,10 +184,10 @@ class CheckpointContents:
         with self._logs.metrics.closed_in("on_save_checkpoint"):
             self._hooks.fire("on_save_checkpoint", shown)
         # After the hooks, which may draw random numbers: the run continues with the numbers after them.
-        of_ranks = gather()
+        states_by_rank = gather_states()
         trainer = self._task_entries(shown)
         if not weights_only:
-            trainer |= self._trainer_entries(of_ranks)
+            trainer |= self._trainer_entries(states_by_rank)
         model = shown["state_dict"]
         if engine.state.saves_shards:
             model, optimizers = engine.state.shards_of((model, optimizers))
@@ -181,7 +196,7 @@ class CheckpointContents:
             model=model,
             optimizers=optimizers,
             trainer=trainer,
-            rng=[of_rank["rng"] for of_rank in of_ranks],
+            rng=[state["rng"] for state in states_by_rank],
             metrics=metrics,
             world_size=engine.processes.world_size,
             kind="weights" if weights_only else "full",
@@ -196,23 +211,27 @@ class CheckpointContents:
         return {**state.to_dict(), "validation_owed": owed}
 
     def _task_entries(self, shown: ShownCheckpoint) -> dict[str, Any]:
-        """Return the entries that any checkpoint has: hyper-parameters, and what hooks have added."""
+        """Return the entries of every checkpoint: hyper-parameters, and the entries that hooks have added."""
         added = shown.own
         hyperparameters = added.pop(HYPER_PARAMETERS, {})
-        objects: dict[str, str] = {}
+        descriptions: dict[str, str] = {}
         if added and is_replaced("lightning"):
-            added, objects = _without_objects(added)
+            added, descriptions = _without_objects(added)
         entries: dict[str, Any] = {**self._hooks.task.saved_hyperparameters(hyperparameters), "task": added}
-        if objects:
-            entries[TASK_OBJECTS] = objects
+        if descriptions:
+            entries[TASK_OBJECTS] = descriptions
         return entries
 
-    def _trainer_entries(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the entries that only a full checkpoint has."""
+    def _trainer_entries(self, states_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the entries that only a full checkpoint has.
+
+        Args:
+            states_by_rank: the `_own_state` of each rank.
+        """
         engine = self._engine
         progress = self._progress
         logs = self._logs
-        of_data_ranks = engine.data_ranks.pick(of_ranks) if of_ranks else []
+        states_by_data_rank = engine.data_ranks.pick(states_by_rank) if states_by_rank else []
         schedules = self._loop.schedules
         datamodule = self._data.datamodule
         entries: dict[str, Any] = {
@@ -220,7 +239,7 @@ class CheckpointContents:
             "schedulers": schedules.state_dict(),
             "schedule_classes": class_names(config.scheduler for config in schedules.configs),
             "strategy": engine.state_dict(),
-            "data": self._place_in_data(of_data_ranks),
+            "data": self._place_in_data(states_by_data_rank),
             "loggers": [] if logs.group is None else logs.group.state_dict(),
             "datamodule": {} if datamodule is None else datamodule.state_dict(),
         }
@@ -228,24 +247,29 @@ class CheckpointContents:
             entries[DATAMODULE_HYPER_PARAMETERS] = datamodule.saved_hyperparameters()
         entries |= {
             "left_out": progress.skipped_data(),
-            "metrics": [of_rank["metrics"] for of_rank in of_data_ranks],
+            "metrics": [state["metrics"] for state in states_by_data_rank],
             "frozen": frozen_names(self._hooks.task),
             "seed": progress.seed,
             "run_id": progress.run_id,
             "job": self.attempt.key,
             "precision": engine.precision.name,
         }
-        if engine.data_ranks.size != engine.processes.world_size:  # ranks with the same data share random numbers
+        # If several ranks share the same data, a resume needs the generators of one rank per data rank. `rng` has those
+        # of all ranks, and this entry names one rank for each data rank.
+        if engine.data_ranks.size != engine.processes.world_size:
             entries["data_ranks"] = list(engine.data_ranks.members)
-        if engine.phase is not Phase.BETWEEN_STEPS:
+        if engine.phase is not Phase.BETWEEN_STEPS:  # an emergency save; see `half_done`
             entries["within_step"] = True
         return entries
 
-    def _place_in_data(self, of_data_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    def _place_in_data(self, states_by_data_rank: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the position in the training data, with the states of stateful loaders under `"loaders"`."""
         place = self._data.state_dict()
-        readers = of_data_ranks[:: self._engine.data_ranks.parts]  # the other ranks read the same batches
-        loaders = [of_rank["loader"] for of_rank in readers]
-        return place if None in loaders else {**place, "loaders": loaders}
+        states_by_reader = states_by_data_rank[:: self._engine.data_ranks.parts]  # the others read the same batches
+        loaders = [state["loader"] for state in states_by_reader]
+        if None in loaders:  # the loader is not stateful
+            return place
+        return {**place, "loaders": loaders}
 
     def _shown(self, weights: dict[str, Any], optimizers: list[dict[str, Any]] | None) -> ShownCheckpoint:
         """Return the checkpoint for hooks. `optimizers` is None for a weights-only checkpoint."""
@@ -267,8 +291,8 @@ def _without_objects(entries: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     Tasks of libraries add objects that Lightning pickles. Their users cannot change them. In a program of Trainwright,
     such an entry is an error.
     """
-    kept = {}
-    described = {}
+    saved = {}
+    descriptions = {}
     for name, value in entries.items():
         try:
             encode({name: value}, shards={})
@@ -278,10 +302,10 @@ def _without_objects(entries: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
                 TrainwrightWarning,
                 stacklevel=2,
             )
-            described[name] = describe(value)
+            descriptions[name] = describe(value)
         else:
-            kept[name] = value
-    return kept, described
+            saved[name] = value
+    return saved, descriptions
 
 
 def frozen_names(task: torch.nn.Module) -> list[str]:

@@ -21,13 +21,13 @@ from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.hooks import StageHooks
 
 WEIGHTS = ("trainer", "model")  # the weights, and the entries that tasks and callbacks added
-# Values of allow_missing: parts of a checkpoint, and entries of its trainer part.
+# Values of `allow_missing`: parts of a checkpoint, and entries of its trainer part.
 PARTS_TO_MISS = ("optimizer", "rng")
 ENTRIES_TO_MISS = ("schedulers", "scaler", "callbacks", "loggers", "datamodule")
 
 
 class Default(Enum):
-    """Default of `ckpt_path` in methods where None means the task's current weights."""
+    """Default of `ckpt_path` in `validate`, `test` and `predict`, where None means the task's current weights."""
 
     BEST = "the best checkpoint, if there is one and no task is given"
 
@@ -44,12 +44,14 @@ class LoadRequest:
 
     Attributes:
         ckpt_path: a path or URL, `"last"`, `"best"` or None.
-        on_damaged: `"error"`, `"fall_back"`, or None, which falls back for `"last"` only.
+        on_damaged: `"error"`, `"fall_back"` to an older or worse checkpoint, or None, which falls back for `"last"`
+            only.
         allow_missing: parts and entries that a resumed checkpoint may lack.
         strict: raise an error for missing or unexpected weights. Default: None, the task's `strict_loading`.
         weights_only: begin a new run from the weights instead of resuming.
         implied: the user named no checkpoint. If no checkpoint exists, the current weights are used.
-        opened: the checkpoint at `ckpt_path`, opened by `check_early`.
+        opened: the checkpoint at `ckpt_path`, opened by `check_early`. None before that, and for requests that are
+            resolved later: a URL, `"last"` or `"best"`.
     """
 
     ckpt_path: str | Path | None = None
@@ -148,7 +150,9 @@ def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
             raise
         return request  # the search falls back and warns once
     request.check_kind(stage, opened)
-    return replace(request, opened=opened if opened.path == path else None)  # the search restores a hidden one's name
+    if opened.path != path:  # a save that replaces it was interrupted: the search gives the hidden copy its name again
+        return request
+    return replace(request, opened=opened)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ class Opened:
         return self.found.path
 
     def show(self, hooks: StageHooks) -> None:
-        """Call `on_load_checkpoint` of the task and callbacks, which may change the weights."""
+        """Call `on_load_checkpoint` of the task and callbacks, which may change the weights. Call it before loading."""
         objects = self.snapshot.trainer.get(TASK_OBJECTS, {})
         self.shown.update(equal_objects(hooks.task, objects))
         with objects_named_in_errors(hooks.task, objects):
@@ -199,6 +203,7 @@ class Opened:
 
 
 def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:
+    """Return the dict for `on_load_checkpoint`. Its entries other than weights are read when a hook reads them."""
     trainer = snapshot.trainer
     read: dict[str, Callable[[], Any]] = {
         "epoch": lambda: snapshot.state.get("epoch", 0),

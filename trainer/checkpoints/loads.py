@@ -44,7 +44,7 @@ class Loads:
         settings: provides the limits of a fit, which a resumed checkpoint must not exceed.
         engine: receives weights, optimizers and the loss scale.
         places: the folders and URLs of checkpoints.
-        contents: knows the attempt of the launcher that the fit belongs to.
+        contents: provides the attempt of the launcher that the fit belongs to.
         hooks: the task and the callbacks.
         progress: receives the training progress.
         data: receives the position in the training data.
@@ -53,8 +53,9 @@ class Loads:
         stage: the stage, or None.
 
     Attributes:
-        origin: the checkpoint that this fit was resumed from, or None.
-        ckpt_path: the checkpoint that was loaded, or None.
+        origin: the checkpoint that this fit was resumed from. None for a new run, a start from weights alone and other
+            stages. A rollback does not change it.
+        ckpt_path: the checkpoint that was loaded, also for its weights alone, or None.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class Loads:
             FileNotFoundError, ConfigurationError, CheckpointError: see `CheckpointSearch` and `Opened.read`.
             ConfigurationError: the checkpoint has completed more epochs than the fit may run.
         """
+        # A launcher that restarts the job runs the same `fit(…)` again. The checkpoint of the interrupted attempt has
+        # priority over the `ckpt_path` that the script passes, from which the first attempt began.
         stage = self._stage
         processes = self._engine.processes
         attempt = self._contents.attempt
@@ -120,9 +123,9 @@ class Loads:
 
     def _check_epochs(self, found: FoundCheckpoint) -> None:
         epoch = found.manifest.epoch
-        bound = self._settings.limits.max_epochs
-        if bound is not None and epoch > bound:
-            raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={bound}. Increase max_epochs.")
+        limit = self._settings.limits.max_epochs
+        if limit is not None and epoch > limit:
+            raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={limit}. Increase max_epochs.")
 
     def load(self, opened: Opened) -> None:
         """Load an opened checkpoint into the stage after its setup: the full state or only the weights. Collective."""
@@ -133,7 +136,7 @@ class Loads:
             self.origin = opened.path
             return
         self._load_weights(opened)
-        if self._stage == "fit":
+        if self._stage == "fit":  # a new run, also after an earlier fit of this Trainer
             self._progress.state.load_dict(TrainState().to_dict())
             self._hooks.print(f"trainwright: a new run begins at step 0 from the weights of {opened.path}")
 
@@ -163,17 +166,21 @@ class Loads:
         true_path = found.path.resolve()  # not a link to it
         is_in_folder = true_path.parent == self._places.folder.resolve() and not true_path.name.startswith(".")
 
-        def work() -> None:
+        def finish_save() -> None:
             self._places.finish_uploads(true_path if is_in_folder else None)
             if is_in_folder:
                 self._places.run_folder.enter(FoundCheckpoint(true_path, found.manifest))
 
-        self._engine.processes.on_main_rank(work, f"enter {found.path} in its index")
+        self._engine.processes.on_main_rank(finish_save, f"enter {found.path} in its index")
 
     # Weights
 
     def _load_weights(self, opened: Opened) -> None:
-        """Load the weights of a checkpoint, including changes by hooks."""
+        """Load the weights of a checkpoint, including changes by hooks.
+
+        Raises:
+            CheckpointError: weights are missing, unexpected or have another shape, unless `strict` permits it.
+        """
         request = opened.request
         strict = self._hooks.task.strict_loading if request.strict is None else request.strict
         missing, unexpected = self._engine.state.load_model_state(opened.shown["state_dict"], strict=strict)
@@ -181,13 +188,14 @@ class Loads:
         # strict=False warns, because it is about this checkpoint. A task's strict_loading=False does not.
         if request.strict is not False:
             return
-        texts = []
+        problems = []
         if missing:
-            texts.append(f"{len(missing)} weights of the task are not in it: {_first_names(missing)}")
+            problems.append(f"{len(missing)} weights of the task are not in it: {_first_names(missing)}")
         if unexpected:
-            texts.append(f"{len(unexpected)} of its weights are not in the task: {_first_names(unexpected)}")
-        if texts:
-            warnings.warn(f"{opened.path} was partially loaded. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
+            problems.append(f"{len(unexpected)} of its weights are not in the task: {_first_names(unexpected)}")
+        if problems:
+            text = f"{opened.path} was partially loaded. {'; '.join(problems)}."
+            warnings.warn(text, TrainwrightWarning, stacklevel=2)
 
     # The complete state
 
@@ -197,31 +205,37 @@ class Loads:
         saved = Entries(snapshot.trainer, path, opened.request.allow_missing)
         self._load_weights(opened)
         self._progress.state.load_dict(snapshot.state)
-        order_after(opened.found.manifest.created)
+        order_after(opened.found.manifest.created)  # later checkpoints are newer also if this clock is behind
         self._logs.shown.load(snapshot.metrics)
         # Callbacks before optimizers: a callback may have to create the saved parameter groups in `on_fit_start`.
         saved.restore_callbacks(self._hooks.callbacks)
         self._restore_optimizers_and_schedules(opened, saved)
         saved.restore_engine(self._engine)
-        data = saved.required("data")
+        place_in_data = saved.required("data")
         seed = saved.required("seed")
-        if data:  # a converted checkpoint is at the start of an epoch and has no data state
+        if place_in_data:  # a converted checkpoint is at the start of an epoch and has no data state
             self._progress.seed = seed
-            self._data.load_state_dict(data)
+            self._data.load_state_dict(place_in_data)
         self._progress.add_skipped_data(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
         self._progress.run_id = saved.required("run_id")
         saved.restore_loggers(self._logs.group)
         saved.restore_datamodule(self._data.datamodule)
-        self._restore_last(opened, order_is_known=bool(data))
+        self._restore_last(opened, order_is_known=bool(place_in_data))
 
     def _restore_last(self, opened: Opened, *, order_is_known: bool) -> None:
-        """Have the loop restore metrics and generators just before training continues, after all hooks."""
+        """Have the loop restore metrics and generators just before training continues, after all hooks.
+
+        Args:
+            opened: the checkpoint.
+            order_is_known: the seed of the data order was restored, for the warning.
+        """
         snapshot = opened.snapshot
         path = opened.path
         state = self._progress.state
         ranks = self._engine.data_ranks
         to_restore = self._loop.to_restore
-        if state.batch_in_epoch > 0 and not state.epoch_done:
+        is_mid_epoch = state.batch_in_epoch > 0 and not state.epoch_done
+        if is_mid_epoch:
             to_restore.append(partial(self.restore_metrics, snapshot.trainer.get("metrics", []), path))
             to_restore.append(partial(self._compare_frozen, snapshot.trainer.get("frozen"), path))
         if snapshot.trainer.get("within_step"):
@@ -231,13 +245,15 @@ class Loads:
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        members = snapshot.trainer.get("data_ranks")  # present only if several ranks shared the same data
+        # `rng` has the generators of each rank. If several ranks shared the same data, `data_ranks` names one rank for
+        # each data rank: [0, 2] if ranks 0 and 1, and ranks 2 and 3, had the same data.
+        members = snapshot.trainer.get("data_ranks")
         generators = snapshot.rng
         if members and snapshot.rng:
             generators = [snapshot.rng[rank] for rank in members]
         if len(generators) == ranks.size:
             to_restore.append(partial(_set_generators, path, generators[ranks.rank], self._engine.device))
-        elif "rng" not in snapshot.missing:
+        elif "rng" not in snapshot.missing:  # `allow_missing` would have warned already
             why = "holds no generator states"
             if snapshot.rng:
                 num_data_ranks = len(members) if members else snapshot.world_size
@@ -251,20 +267,25 @@ class Loads:
                 stacklevel=2,
             )
 
-    def _compare_frozen(self, before: list[str] | None, path: Path) -> None:
-        """Warn if an epoch is resumed with a different set of parameters that require gradients."""
-        if before is None:
+    def _compare_frozen(self, saved_names: list[str] | None, path: Path) -> None:
+        """Warn if an epoch is resumed with a different set of parameters that require gradients.
+
+        Args:
+            saved_names: the frozen parameters of the checkpoint; None for a checkpoint of an early version.
+            path: the checkpoint, for the message.
+        """
+        if saved_names is None:
             return
         task = self._hooks.task
         names = {plain_name(name) for name, _ in task.named_parameters()}
-        was_frozen = names.intersection(before)
+        was_frozen = names.intersection(saved_names)
         is_frozen = set(frozen_names(task))
-        differ = sorted(was_frozen ^ is_frozen)
-        if differ:
-            kind = "was frozen" if differ[0] in before else "was trained"
+        changed = sorted(was_frozen ^ is_frozen)
+        if changed:
+            kind = "was frozen" if changed[0] in was_frozen else "was trained"
             warnings.warn(
-                f"{path} was written in the middle of an epoch in which {differ[0]!r} {kind}. In this run, "
-                f"requires_grad differs for {len(differ)} parameter(s). on_train_epoch_start is not called again in a "
+                f"{path} was written in the middle of an epoch in which {changed[0]!r} {kind}. In this run, "
+                f"requires_grad differs for {len(changed)} parameter(s). on_train_epoch_start is not called again in a "
                 "resumed epoch. Set requires_grad also in on_train_start, depending on the epoch.",
                 TrainwrightWarning,
                 stacklevel=2,
@@ -282,16 +303,18 @@ class Loads:
         device = self._engine.device
         ranks = self._engine.data_ranks
         if len(of_ranks) == ranks.size:
-            metrics.load_state_dict(of_ranks[ranks.rank]["logged"], device, task)
-            lost = load_objects_state(task, of_ranks[ranks.rank]["objects"], device)
-        else:
+            own_state = of_ranks[ranks.rank]
+            metrics.load_state_dict(own_state["logged"], device, task)
+            lost = load_objects_state(task, own_state["objects"], device)
+        else:  # another number of data ranks: logged values can be merged, metric objects cannot
             lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
             if ranks.rank == 0:  # one rank continues from the merged aggregates of all saved ranks
                 states_by_key: dict[Any, list[Any]] = {}
                 for of_rank in of_ranks:
                     for key, state in of_rank["logged"].items():
                         states_by_key.setdefault(key, []).append(state)
-                metrics.load_state_dict({key: merge(states) for key, states in states_by_key.items()}, device)
+                merged = {key: merge(states) for key, states in states_by_key.items()}
+                metrics.load_state_dict(merged, device)
         if lost and self._engine.is_main:
             warnings.warn(
                 f"{origin}: the metric objects {', '.join(lost)} start from scratch in this epoch, because they are "
@@ -320,7 +343,11 @@ class Loads:
         restore()
 
     def _restore_optimizers(self, opened: Opened) -> list[Optimizer]:
-        """Restore the optimizers. Return those that start from scratch, which `allow_missing` must permit."""
+        """Restore the optimizers. Return those that start from scratch, which `allow_missing` must permit.
+
+        Raises:
+            CheckpointError: the checkpoint has another number of optimizers, or a state does not match its optimizer.
+        """
         path = opened.path
         states = opened.snapshot.optimizers
         optimizers = self._engine.optimizers
@@ -336,7 +363,7 @@ class Loads:
                 )
             warnings.warn(f"{text} They start from scratch.", TrainwrightWarning, stacklevel=3)
             return optimizers
-        not_restored = []
+        not_restored: list[Optimizer] = []
         for optimizer, state in zip(optimizers, states, strict=True):
             try:
                 self._engine.state.load_optimizer_state(optimizer, state)
@@ -349,7 +376,11 @@ class Loads:
         return not_restored
 
     def _restore_schedules(self, saved: Entries, not_restored: Sequence[Optimizer]) -> None:
-        """Restore the learning-rate schedules. Set their rates on the optimizers that were not restored."""
+        """Restore the learning-rate schedules. Set their rates on the optimizers that were not restored.
+
+        Raises:
+            CheckpointError: the checkpoint has no schedules, or others.
+        """
         states = saved.take("schedulers", None)
         if states is None:  # which `allow_missing` permits
             return
@@ -391,6 +422,7 @@ def _processes_text(world_size: int, num_data_ranks: int) -> str:
 
 
 def _first_names(names: Sequence[str]) -> str:
+    """Return the first 10 names as text."""
     more = ", …" if len(names) > 10 else ""
     return f"{', '.join(names[:10])}{more}"
 
@@ -398,9 +430,11 @@ def _first_names(names: Sequence[str]) -> str:
 class Entries:
     """The entries of a checkpoint's trainer part, with the rules for missing entries.
 
-    An entry that the checkpoint should have is an error if missing, unless `allowed` names it. So is the state of a
-    data module that the user has added since. Other state of something that was added (a callback, a logger, another
-    precision) starts from scratch with a warning. State of something that was removed is ignored with a warning.
+    - An entry that every checkpoint has: if it is missing, an error, unless `allowed` names it.
+    - The state of a data module that the user has added since: the same.
+    - The state of something else that the user has added, such as a callback, a logger or another precision: it starts
+      from scratch with a warning, or without one if `allowed` names its kind.
+    - The state of something that the user has removed: ignored with a warning, for loggers without one.
 
     Args:
         saved: the entries by name.
@@ -464,11 +498,11 @@ class Entries:
         # The key in the file is "strategy". Users name its parts in allow_missing, such as "scaler".
         saved: Mapping[str, Any] = self.required("strategy")
         precision = engine.precision.name
-        before = self._saved.get("precision")
+        saved_precision = self._saved.get("precision")
         for key in engine.state_dict():
             if key in saved:
                 continue
-            if before == precision:
+            if saved_precision == precision:
                 self.refuse_missing(
                     key, f"was written with precision={precision!r} and lacks its {key}", "use another checkpoint"
                 )
@@ -479,13 +513,13 @@ class Entries:
     def restore_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Restore the callbacks by their state keys."""
         saved: Mapping[str, Any] = self.take("callbacks", {})
-        known = {callback.state_key: callback for callback in callbacks}
+        by_key = {callback.state_key: callback for callback in callbacks}
         for key in saved:
-            if key not in known:
+            if key not in by_key:
                 self._warn(
                     f"holds the state of a callback {key!r} that this run does not have. Add it, or ignore this."
                 )
-        for key, callback in known.items():
+        for key, callback in by_key.items():
             if key in saved:
                 callback.load_state_dict(saved[key])
             elif callback.state_dict():
@@ -496,12 +530,14 @@ class Entries:
         saved: Sequence[Mapping[str, Any]] = self.take("loggers", [])
         if loggers is None:
             return
-        unmatched = [state.get("logger") for state in saved]
-        for own in loggers.state_dict():
-            if own["logger"] in unmatched:
-                unmatched.remove(own["logger"])
-            elif len(own) > 1:  # it has state besides its class name
-                self._warn_new("loggers", f"the {own['logger']}")
+        # Each state has the name of its logger's class under "logger". A run may have several loggers of one class.
+        saved_classes = [state.get("logger") for state in saved]
+        for own_state in loggers.state_dict():
+            class_name = own_state["logger"]
+            if class_name in saved_classes:
+                saved_classes.remove(class_name)
+            elif len(own_state) > 1:  # it has state besides its class name
+                self._warn_new("loggers", f"the {class_name}")
         loggers.load_state_dict(saved)
 
     def restore_datamodule(self, datamodule: DataModule | None) -> None:

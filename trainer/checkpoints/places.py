@@ -30,7 +30,8 @@ class CheckpointPlaces:
         progress: provides the run's identity, which protects the checkpoints of other runs.
 
     Attributes:
-        default_folder: folder of checkpoints that have no folder of their own.
+        default_folder: folder of checkpoints if the ModelCheckpoint has none. `StageRun.set_up` may change it, with
+            the folder of a logger.
     """
 
     def __init__(self, root: Path, hooks: StageHooks, progress: RunProgress) -> None:
@@ -43,8 +44,11 @@ class CheckpointPlaces:
     def folder(self) -> Path:
         """Folder of checkpoints that are saved without a folder of their own."""
         saver = self._hooks.saver
-        named = None if saver is None else saver.local_dirpath or saver.dirpath
-        return Path(named) if named else self.default_folder
+        if saver is None:
+            return self.default_folder
+        # `dirpath` may be a URL. `local_dirpath` is None until the callback is set up.
+        chosen = saver.local_dirpath or saver.dirpath
+        return Path(chosen) if chosen else self.default_folder
 
     @property
     def run_folder(self) -> RunFolder:
@@ -129,6 +133,11 @@ class CheckpointPlaces:
 
     def fetch_newer(self, local: FoundCheckpoint | None, kind: Kind | None, *, skip_damaged: bool) -> Path | None:
         """Return a local copy of the newest valid checkpoint in the remote folder; see `fetch_newest`.
+
+        Args:
+            local: the newest local checkpoint, or None.
+            kind: `"full"` or `"weights"`; None for both.
+            skip_damaged: use an older checkpoint if the newest is damaged, instead of raising an error.
 
         Returns:
             None if there is no remote folder, it contains no valid checkpoint, or `local` is at least as new.

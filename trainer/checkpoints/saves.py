@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainwright.callbacks.roles import Saver
 from trainwright.checkpoint import AsyncWriter, write_checkpoint
@@ -38,8 +38,19 @@ from trainwright.trainer.logs import Logs
 from trainwright.trainer.loop_state import LoopState
 
 
+class _Published(NamedTuple):
+    """A checkpoint that is complete on the disk. `is_best`: it was the best one when it was requested."""
+
+    path: Path
+    is_best: bool
+
+
 class Saves:
     """Saves the checkpoints of a stage.
+
+    A request goes this way: `request` stores it; `execute_requests` collects the state, copies it and gives it to the
+    writer; the writer's thread writes the files, then publishes the checkpoint by `_add_to_index`; `_report` reports it
+    on the main thread, at the next save or the end of the fit.
 
     Args:
         arguments: provides `async_save` and `on_save_error`.
@@ -47,16 +58,18 @@ class Saves:
         places: the folders and URLs of checkpoints.
         contents: collects what is saved.
         hooks: provides each ModelCheckpoint.
-        loop: is made to execute requests after the current step.
+        loop: its next check, after the current step, executes requests.
         logs: receives published checkpoints.
         profiler: records saves.
         is_trial: write nothing, for trial steps.
 
     Attributes:
         writer: writes checkpoints in a thread. None with `async_save=False` and for trial steps.
-        raises: raise an error if a checkpoint cannot be written; False warns.
-        longest_write_s: longest time of a save until its publication, on the main rank.
+        raises: raise an error if a checkpoint cannot be written; False warns. A save before a preemption sets it to
+            True, because its message reports the result.
+        longest_write_s: longest time of a save until its publication, on the main rank. 0 before the first.
         needs_memory: memory for the first save is to be reserved after the first step, when optimizers have a state.
+            `prepare` sets it and `reserve_memory` clears it.
     """
 
     def __init__(
@@ -87,10 +100,10 @@ class Saves:
         self._states = StateWriter(engine, self.writer)
         self._actions: list[Callable[[], None]] = []
         self._requests: list[SaveRequest] = []
-        self._reserved_names = contextlib.ExitStack()
+        self._reserved_names = contextlib.ExitStack()  # closing it frees the names
         # The writer's thread adds to these for the main thread, because loggers and warnings are not thread-safe.
-        self._published: deque[tuple[Path, bool]] = deque()  # with: is it the best one?
-        self._complaints: deque[str] = deque()
+        self._published: deque[_Published] = deque()
+        self._warnings: deque[str] = deque()
 
     # Requests
 
@@ -128,18 +141,20 @@ class Saves:
             self.writer.join()  # actions may read the folder, whose content must not depend on the disk's speed
         self._report()
         if self._actions:
-            with self._choosing_names():
+            with self._reserving_names():
                 self._run_actions()
         requests = self._requests
         self._requests = []
-        for _, of_one_kind in groupby(requests, key=lambda request: request.weights_only):
+        # Consecutive requests of one kind share a snapshot.
+        for _, requests_of_kind in groupby(requests, key=lambda request: request.weights_only):
             try:
-                self._write(list(of_one_kind))
+                self._write(list(requests_of_kind))
             except (OSError, CheckpointError) as error:  # raised on every rank
                 self._tolerate(error)
                 self._report()
 
     def _run_actions(self) -> None:
+        """Call the actions in order. An action may raise `RollBack`; then the remaining ones are not called."""
         while self._actions:  # an action may add others
             actions = self._actions
             self._actions = []
@@ -148,27 +163,33 @@ class Saves:
             self._engine.weights_changed()  # actions may have changed them
 
     @contextlib.contextmanager
-    def _choosing_names(self) -> Iterator[None]:
-        """Reserve the checkpoint names that callbacks choose within the context. Not collective."""
+    def _reserving_names(self) -> Iterator[None]:
+        """Reserve the names of the checkpoints that actions request within the context. Not collective.
+
+        The folders are locked meanwhile, because a callback chooses a name that no other run has: between its look at
+        the folder and the reservation, another run could choose the same name. The names stay reserved until the next
+        call, or until the saves are finished.
+        """
         if not self._engine.is_main:
             yield
             return
         savers = self._hooks.all_of(Saver)  # type: ignore[type-abstract]  # a protocol serves as a role
         folders = {_nearest(saver.local_dirpath) for saver in savers if saver.local_dirpath is not None}
-        with contextlib.ExitStack() as stack:
-            for folder in sorted(folders):
-                stack.enter_context(lock_folder(folder))
+        with contextlib.ExitStack() as locks:
+            for folder in sorted(folders):  # in the same order in all runs, so that they cannot block each other
+                locks.enter_context(lock_folder(folder))
             self._reserved_names.close()
             yield
             for request in self._requests:
                 folder = self._places.of_request(request).parent
-                for name in {request.name, request.link or request.name}:
-                    self._reserve_name(folder, name)
+                self._reserve_name(folder, request.name)
+                if request.link is not None and request.link != request.name:
+                    self._reserve_name(folder, request.link)
 
     def _reserve_name(self, folder: Path, name: str) -> None:
         """Reserve a name in a folder, so that other processes do not use it."""
         placeholder = RunFolder(folder).reserve(name)
-        if placeholder is not None:
+        if placeholder is not None:  # None if it cannot be created; the save will report the problem
             self._reserved_names.callback(shutil.rmtree, placeholder, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self._reserved_names.enter_context(mark_in_use(placeholder))
@@ -202,7 +223,11 @@ class Saves:
             self.writer.finish_copy()
 
     def _write(self, requests: list[SaveRequest]) -> None:
-        """Write the current state under all requested names. The state is collected and copied once."""
+        """Write the current state under all requested names. The state is collected and copied once. Collective.
+
+        Args:
+            requests: requests with the same `weights_only`.
+        """
         with self._profiler.profile("save_checkpoint"):
             begun_s = time.monotonic()
             snapshot = self._contents.collect(weights_only=requests[0].weights_only)
@@ -231,6 +256,10 @@ class Saves:
 
         Returns:
             The local folder of the checkpoint. Trial steps write nothing and return `place`.
+
+        Raises:
+            ConfigurationError: `storage_options` was passed with a path.
+            OSError, CheckpointError: this or an earlier checkpoint could not be written. Raised on every rank.
         """
         _check_storage_options(place, storage_options)
         if self._is_trial:
@@ -262,7 +291,8 @@ class Saves:
         """Write a checkpoint after an error, on the main rank. Not collective; errors of the save become warnings."""
         if not self._engine.is_main or self._is_trial:
             return
-        if (why := self._contents.half_done()) is not None:
+        why = self._contents.half_done()
+        if why is not None:
             warnings.warn(
                 f"no checkpoint {request.name!r} of the failed run was written: it stopped while {why}. Earlier "
                 "checkpoints are complete.",
@@ -283,26 +313,31 @@ class Saves:
         self._report()
 
     def _add_to_index(self, path: Path, *, request: SaveRequest, is_best: bool, begun_s: float) -> None:
-        """Add a checkpoint to the index, update its link and delete replaced ones. On the writer's thread, if any."""
+        """Add a checkpoint to the index, update its link and delete replaced ones.
+
+        Called on the writer's thread, if any, once the checkpoint is on the disk. Replaced checkpoints are deleted
+        last, so that a crash leaves one too many and not one too few.
+        """
         self.longest_write_s = max(self.longest_write_s, time.monotonic() - begun_s)
         folder = self._places.in_folder(path.parent)
         index = folder.index
         index.add(path)
-        self._published.append((path, is_best))
+        self._published.append(_Published(path, is_best))
         if request.remote is not None:
-            self._complaints.extend(self._places.upload_requested(path, request))
+            self._warnings.extend(self._places.upload_requested(path, request))
         if request.link is not None:
             folder.link(request.link, path.name)
         for name in request.remove:
-            if request.remote is not None and not (path.parent / name).exists():
+            replaced = path.parent / name
+            if request.remote is not None and not replaced.exists():
                 continue  # written on another machine before a resume
-            if request.link is not None and (path.parent / name).is_symlink():
-                (path.parent / name).unlink(missing_ok=True)  # the link that the new one replaces
+            if request.link is not None and replaced.is_symlink():
+                replaced.unlink(missing_ok=True)  # the link that the new one replaces
                 continue
             try:
                 index.delete(name)
             except CheckpointError as error:
-                self._complaints.append(f"an earlier checkpoint was not deleted: {error}")
+                self._warnings.append(f"an earlier checkpoint was not deleted: {error}")
 
     # Ends of saves
 
@@ -335,6 +370,7 @@ class Saves:
         self._report()
 
     def _wait(self) -> None:
+        """Wait for the writer, on this rank. An error is raised or becomes a warning; see `_tolerate`."""
         try:
             if self.writer is not None:
                 self.writer.wait()
@@ -347,36 +383,41 @@ class Saves:
         It becomes a warning with `on_save_error="warn"`, or if the process is ending and has dropped other saves.
         """
         if self.writer is not None and self.writer.has_dropped:
-            self._complaints.append(str(error))
+            self._warnings.append(str(error))
             return
         if self.raises:
             raise error
         if self._engine.is_main:
-            self._complaints.append(f"{error} Training continues, because on_save_error='warn'.")
+            self._warnings.append(f"{error} Training continues, because on_save_error='warn'.")
 
     def _report(self) -> None:
         """Report published checkpoints to the loggers, and problems as warnings. Called on the main thread only."""
         while self._published:
-            path, is_best = self._published.popleft()
+            published = self._published.popleft()
             if self._logs.group is not None:
-                self._record(path, is_best=is_best)
-                aliases = ("best",) if is_best else ()
-                self._logs.group.log_checkpoint(path, aliases=aliases, saver=self._hooks.saver)
-        while self._complaints:
-            warnings.warn(self._complaints.popleft(), TrainwrightWarning, stacklevel=2)
+                self._record(published)
+                aliases = ("best",) if published.is_best else ()
+                self._logs.group.log_checkpoint(published.path, aliases=aliases, saver=self._hooks.saver)
+        while self._warnings:
+            warnings.warn(self._warnings.popleft(), TrainwrightWarning, stacklevel=2)
 
-    def _record(self, path: Path, *, is_best: bool) -> None:
+    def _record(self, published: _Published) -> None:
         """Record a published checkpoint, unless it has been deleted since."""
         with contextlib.suppress(CheckpointError, OSError):
-            found = open_checkpoint(path).manifest
+            manifest = open_checkpoint(published.path).manifest
             num_bytes = 0
-            for part in found.parts.values():
+            for part in manifest.parts.values():
                 num_bytes += sum(entry.size for entry in part.files.values())
             self._logs.note(
-                "save", name=path.name, of_step=found.step, bytes=num_bytes, metrics=found.metrics, is_best=is_best
+                "save",
+                name=published.path.name,
+                of_step=manifest.step,
+                bytes=num_bytes,
+                metrics=manifest.metrics,
+                is_best=published.is_best,
             )
 
-    # What folders hold
+    # Content of folders
 
     def wrote_into(self, folder: Path) -> bool:
         """Return whether the index in a folder lists existing checkpoints of this run. Not collective."""
@@ -389,9 +430,9 @@ class Saves:
 
 def _nearest(folder: Path) -> Path:
     """Return the folder or its nearest existing parent."""
-    for place in (folder, *folder.absolute().parents):
-        if place.is_dir():
-            return place
+    for candidate in (folder, *folder.absolute().parents):
+        if candidate.is_dir():
+            return candidate
     return Path.cwd()
 
 

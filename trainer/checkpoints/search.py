@@ -43,8 +43,10 @@ class CheckpointSearch:
         self._places = places
         self._hooks = hooks
         self._has_trained = has_trained
-        self._parts = request.parts(stage)
-        self._kind: Kind | None = "full" if request.resumes(stage) else None
+        self._parts = request.parts(stage)  # only their files are verified
+        self._kind: Kind | None = (
+            "full" if request.resumes(stage) else None
+        )  # None: a full one or one with weights only
 
     def on_all_ranks(self, processes: Processes) -> FoundCheckpoint | None:
         """Return the requested checkpoint on every rank. Rank 0 chooses it; all ranks hash its files. Collective.
@@ -72,14 +74,14 @@ class CheckpointSearch:
         return processes.on_main_rank(find, "find a checkpoint to load", hashing)
 
     def _find(self, hash_files: HashFiles) -> FoundCheckpoint | None:
-        place = self._request.ckpt_path
-        if place is None:
+        ckpt_path = self._request.ckpt_path
+        if ckpt_path is None:
             return None
-        if place == "last":
+        if ckpt_path == "last":
             return self._last(hash_files)
-        if place == "best":
+        if ckpt_path == "best":
             return self._best_or_current_weights(hash_files)
-        return self._open(place, hash_files)
+        return self._open(ckpt_path, hash_files)
 
     def _open(self, place: str | Path, hash_files: HashFiles) -> FoundCheckpoint:
         """Return the checkpoint at a path or URL."""
@@ -122,6 +124,7 @@ class CheckpointSearch:
         )
 
     def _best_or_current_weights(self, hash_files: HashFiles) -> FoundCheckpoint | None:
+        """Return the best checkpoint, or None if the user has named none and there is none."""
         saver = self._monitored_saver()
         if self._request.implied and saver is None:
             return None
@@ -231,6 +234,7 @@ def _rank(value: float, sign: float) -> tuple[bool, float]:
 
 
 def _in_remote(url: str) -> list[IndexEntry]:
+    """Return the checkpoints of a remote folder as entries of an index."""
     entries = []
     for item in find_remote(url):
         name = item.url.rstrip("/").rpartition("/")[2]
@@ -251,8 +255,10 @@ def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | No
         return None
 
     def is_of_this_fit(found: FoundCheckpoint) -> bool:
-        full = found.manifest.kind == "full"
-        return full and read_checkpoint(found, verify=False, parts=("trainer",)).trainer.get("job") == attempt.key
+        if found.manifest.kind != "full":
+            return False
+        snapshot = read_checkpoint(found, verify=False, parts=("trainer",))
+        return bool(snapshot.trainer.get("job") == attempt.key)
 
     return folder.newest(accepts=is_of_this_fit)
 
@@ -260,7 +266,8 @@ def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | No
 class SharedHashing:
     """Distribution of file hashing over all ranks.
 
-    Rank 0 calls `hash_files` any number of times and then `dismiss`. The other ranks call `serve`.
+    Rank 0 calls `hash_files` any number of times and then `dismiss`. The other ranks call `serve`. Each exchange is a
+    broadcast of file names by rank (None ends `serve`), and a gather of the hashes.
 
     Args:
         processes: the processes of the run.
@@ -276,24 +283,28 @@ class SharedHashing:
             CheckpointError: a rank cannot read one of its files.
         """
         shares = fair_shares([path.stat().st_size for path in paths], self._processes.world_size)
-        self._processes.broadcast_object([[str(paths[i]) for i in share] for share in shares])
-        answers = self._processes.gather_object(_hash_share([paths[i] for i in shares[0]]))
-        found = [""] * len(paths)
-        for rank, (share, answer) in enumerate(zip(shares, answers, strict=True)):
-            if isinstance(answer, str):
+        names_by_rank = [[str(paths[i]) for i in share] for share in shares]
+        self._processes.broadcast_object(names_by_rank)
+        hashes_by_rank = self._processes.gather_object(_hash_share([paths[i] for i in shares[0]]))
+        hashes = [""] * len(paths)
+        for rank, (share, hashes_of_rank) in enumerate(zip(shares, hashes_by_rank, strict=True)):
+            if isinstance(hashes_of_rank, str):  # an error
                 raise CheckpointError(
-                    f"rank {rank} cannot read a checkpoint file that rank 0 can read: {answer}. Use a folder that all "
-                    "ranks share."
+                    f"rank {rank} cannot read a checkpoint file that rank 0 can read: {hashes_of_rank}. Use a folder "
+                    "that all ranks share."
                 )
-            for i, value in zip(share, answer, strict=True):
-                found[i] = value
-        return found
+            for i, value in zip(share, hashes_of_rank, strict=True):
+                hashes[i] = value
+        return hashes
 
     def serve(self) -> None:
         """Hash the files that are assigned to this rank. Collective; blocks until rank 0 calls `dismiss`."""
-        while (shares := self._processes.broadcast_object(None)) is not None:
-            share = [Path(name) for name in shares[self._processes.rank]]
-            self._processes.gather_object(_hash_share(share))
+        while True:
+            names_by_rank = self._processes.broadcast_object(None)
+            if names_by_rank is None:
+                return
+            paths = [Path(name) for name in names_by_rank[self._processes.rank]]
+            self._processes.gather_object(_hash_share(paths))
 
     def dismiss(self) -> None:
         """End `serve` on the other ranks. Collective: rank 0 calls this method while the other ranks run `serve`."""
@@ -301,17 +312,22 @@ class SharedHashing:
 
 
 def fair_shares(sizes: Sequence[int], num: int) -> list[list[int]]:
-    """Divide file indices among `num` ranks so that each has about the same number of bytes."""
+    """Divide file indices among `num` ranks so that each has about the same number of bytes.
+
+    The largest file comes first, and each file goes to the rank with the fewest bytes so far: sizes 5, 1, 4 for two
+    ranks become `[[0], [2, 1]]`.
+    """
     shares: list[list[int]] = [[] for _ in range(num)]
-    loads = [0] * num
+    bytes_by_rank = [0] * num
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        least = loads.index(min(loads))
-        shares[least].append(i)
-        loads[least] += sizes[i]
+        rank = bytes_by_rank.index(min(bytes_by_rank))
+        shares[rank].append(i)
+        bytes_by_rank[rank] += sizes[i]
     return shares
 
 
 def _hash_share(paths: Sequence[Path]) -> list[str] | str:
+    """Return the hashes of this rank's files, or the text of an error, which the other ranks receive."""
     try:
         return hash_files(paths)
     except OSError as error:

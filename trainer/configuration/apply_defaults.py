@@ -15,6 +15,7 @@ from trainwright.trainer.configuration.arguments import TrainerArguments
 
 _NAMES_OF_LAUNCHER = {"16-mixed": "fp16", "bf16-mixed": "bf16"}  # precision → its name in the variable
 
+# Argument → the variable that sets its default.
 _VARIABLES = {
     "precision": "ACCELERATE_MIXED_PRECISION",
     "accumulate_grad_batches": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -25,13 +26,16 @@ _VARIABLES = {
 
 def variable_of(name: str) -> str | None:
     """Return the environment variable that sets the default of an argument, or None if there is none."""
-    switches = [table.switch_variable for table in ENGINE_TABLES]
-    engine = next((each for each in switches if read_variable(each, as_flag)), None)
-    own = _VARIABLES.get(name)
-    if own is not None and variable(own):
-        return own
-    # The configuration of an engine may set these, too.
-    return engine if name in ("strategy", "precision", "accumulate_grad_batches") else None
+    own_variable = _VARIABLES.get(name)
+    if own_variable is not None and variable(own_variable):
+        return own_variable
+    # An engine such as FSDP has a variable that selects it. Its configuration may also set these arguments.
+    if name not in ("strategy", "precision", "accumulate_grad_batches"):
+        return None
+    for table in ENGINE_TABLES:
+        if read_variable(table.switch_variable, as_flag):
+            return table.switch_variable
+    return None
 
 
 def with_launched(arguments: TrainerArguments) -> TrainerArguments:
@@ -105,15 +109,18 @@ def _with_machines_that_left(accumulate: int) -> int:
     Raises:
         ConfigurationError: no number of micro-batches keeps the global batch size.
     """
-    complete = variable(ALL_PROCESSES)
-    if complete is None:
+    text = variable(ALL_PROCESSES)  # set by the launcher when it restarts a job with fewer processes
+    if text is None:
         return accumulate
-    left = detect().world_size
-    total = int(complete) * accumulate
-    if total % left:
-        fitting = ", ".join(str(n) for n in range(1, int(complete) + 1) if total % n == 0)
+    # 4 of 8 processes are left: each runs 2 × accumulate micro-batches per step.
+    num_complete = int(text)
+    num_left = detect().world_size
+    total = num_complete * accumulate
+    if total % num_left:
+        fitting = ", ".join(str(n) for n in range(1, num_complete + 1) if total % n == 0)
         raise ConfigurationError(
-            f"{left} of {complete} processes are left, and {total} micro-batches of a step cannot be divided among "
-            f"them. Possible numbers of processes are {fitting}. Set accumulate_grad_batches to a multiple of {left}."
+            f"{num_left} of {num_complete} processes are left, and {total} micro-batches of a step cannot be divided "
+            f"among them. Possible numbers of processes are {fitting}. Set accumulate_grad_batches to a multiple of "
+            f"{num_left}."
         )
-    return total // left
+    return total // num_left

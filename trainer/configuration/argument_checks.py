@@ -39,6 +39,7 @@ _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     ),
     "uneven_batches": (("pad", "stop", "error"), "Known: 'pad', 'stop', 'error'."),
 }
+# Arguments that may not be set, to a value that is true, with `barebones=True`.
 _CONTRADICT_BAREBONES = (
     "enable_checkpointing",
     "logger",
@@ -71,6 +72,7 @@ _NOT_SERVED = {
     "model_registry": "a model registry is not supported. Remove the argument and upload checkpoints with "
     "ModelCheckpoint(dirpath='s3://…').",
 }
+# Arguments of `fit` and `test` in earlier versions of Lightning, and their names now.
 _OLD_NAMES = {
     "train_dataloader": "train_dataloaders",
     "train_loader": "train_dataloaders",
@@ -160,7 +162,7 @@ def _without_needless(plugins: Any) -> Any:
 
     if not isinstance(plugins, (list, tuple)):
         plugins = [plugins]
-    kept = []
+    effective = []
     for plugin in plugins:
         if only_loads(plugin):
             warnings.warn(
@@ -172,19 +174,19 @@ def _without_needless(plugins: Any) -> Any:
         elif is_cluster_environment(plugin):
             _check_environment(plugin)
         else:
-            kept.append(plugin)
-    return kept
+            effective.append(plugin)
+    return effective
 
 
 def _check_environment(plugin: Any) -> None:
     """Check that a cluster environment of Lightning names the process that the environment variables name."""
-    found = detect()
+    topology = detect()
     size = plugin.world_size()
     rank = plugin.global_rank()
-    if (size, rank) != (found.world_size, found.rank):
+    if (size, rank) != (topology.world_size, topology.rank):
         raise ConfigurationError(
             f"plugins: {type(plugin).__name__} is rank {rank} of {size}, and the environment variables of this process "
-            f"are those of rank {found.rank} of {found.world_size}. The Trainer uses the variables. Set RANK and "
+            f"are those of rank {topology.rank} of {topology.world_size}. The Trainer uses the variables. Set RANK and "
             "WORLD_SIZE to the same values before the Trainer is created."
         )
 
@@ -205,7 +207,7 @@ def refuse_of_verb(verb: str, name: str, _: object, known: Iterable[str]) -> Non
     Raises:
         ArgumentTypeError: always.
     """
-    own = [each for each in known if each != "self"]
-    new = _OLD_NAMES.get(name)
-    hint = f" Use {new} instead." if new in own else nearest(name, own)
-    raise ArgumentTypeError(f"{verb}() has no argument {name!r}.{hint} It takes: {', '.join(own)}.")
+    arguments = [argument for argument in known if argument != "self"]
+    new_name = _OLD_NAMES.get(name)
+    hint = f" Use {new_name} instead." if new_name in arguments else nearest(name, arguments)
+    raise ArgumentTypeError(f"{verb}() has no argument {name!r}.{hint} It takes: {', '.join(arguments)}.")

@@ -20,8 +20,8 @@ from trainwright.strategies.strategy import Strategy
 class TrainerArguments:
     """The arguments of a Trainer; see `Trainer`.
 
-    The values are those that the user passed, except those that `fast_dev_run` and `barebones` override. The
-    defaults are those of `Trainer`.
+    The defaults are those of `Trainer`. `Settings.given` has the values that the user passed. `Settings.arguments` has
+    the values after environment variables, `fast_dev_run` and `barebones` have changed some of them.
     """
 
     accelerator: str = "auto"

@@ -23,7 +23,8 @@ def given_callbacks(callbacks: object) -> list[Any]:
 
 
 def savers_last(callbacks: list[Any]) -> list[Any]:
-    """Move each `ModelCheckpoint` to the end, so that it receives metrics that others log at the same event."""
+    """Return the callbacks with each `ModelCheckpoint` last, so that it receives metrics that others log before it."""
+    # `sorted` is stable: False comes before True, and the order is otherwise unchanged.
     return sorted(callbacks, key=lambda callback: isinstance(callback, Saver))
 
 
@@ -51,33 +52,39 @@ def default_callbacks(
     from trainwright.callbacks.progress_bar import ProgressBar
     from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
 
-    wanted: list[tuple[str, bool | None, type, Any, bool]] = [
+    # The argument and its value; the class of the user's callbacks that replace the default; the default callback, and
+    # whether it is added if the argument is None.
+    choices: list[tuple[str, bool | None, type, Any, bool]] = [
         ("enable_checkpointing", enable_checkpointing, ModelCheckpoint, ModelCheckpoint, not quiet),
         ("enable_model_summary", enable_model_summary, ModelSummary, ModelSummary, True),
         ("enable_progress_bar", enable_progress_bar, ProgressBar, TQDMProgressBar, True),
     ]
-    found: list[Any] = []
-    for name, switch, kind, make, by_default in wanted:
-        has = [callback for callback in given if isinstance(callback, kind)]
-        if has and switch is False:
+    defaults: list[Any] = []
+    for name, switch, kind, make_default, by_default in choices:
+        users = [callback for callback in given if isinstance(callback, kind)]
+        if users and switch is False:
             raise ConfigurationError(
-                f"{name}=False, but callbacks contains a {type(has[0]).__name__}. Remove one of the two."
+                f"{name}=False, but callbacks contains a {type(users[0]).__name__}. Remove one of the two."
             )
-        if not has and (by_default if switch is None else switch):
-            found.append(make())
-    return found
+        is_enabled = by_default if switch is None else switch
+        if is_enabled and not users:
+            defaults.append(make_default())
+    return defaults
 
 
 def with_task_callbacks(callbacks: list[Callback], task: TaskModule) -> list[Callback]:
-    """Add the callbacks of `configure_callbacks`. They replace the Trainer's callbacks of the same type.
+    """Return the callbacks with those of the task's `configure_callbacks`.
+
+    These replace the Trainer's callbacks of the same type.
 
     Raises:
         ConfigurationError: see `check_callbacks`.
     """
-    own = given_callbacks(method_of(task, "configure_callbacks")())
-    if not own:
+    of_task = given_callbacks(method_of(task, "configure_callbacks")())
+    if not of_task:
         return callbacks
-    types = {type(callback) for callback in own}
-    found = savers_last([callback for callback in callbacks if type(callback) not in types] + own)
-    check_callbacks(found)
-    return found
+    replaced_types = {type(callback) for callback in of_task}
+    remaining = [callback for callback in callbacks if type(callback) not in replaced_types]
+    merged = savers_last(remaining + of_task)
+    check_callbacks(merged)
+    return merged

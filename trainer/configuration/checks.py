@@ -18,12 +18,23 @@ from trainwright.data.datamodule import DataModule
 from trainwright.strategies.capabilities import REFUSALS
 from trainwright.strategies.select import Selection
 
+
+def _public_names(*classes: type) -> tuple[str, ...]:
+    """Return the public names that the classes define themselves, each once, in order."""
+    names: dict[str, None] = {}  # an ordered set
+    for cls in classes:
+        for name in vars(cls):
+            if not name.startswith("_"):
+                names[name] = None
+    return tuple(names)
+
+
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_KNOWN_TASK_NAMES = tuple(
-    dict.fromkeys(name for cls in (TaskHooks, DataHooks, TaskModule) for name in vars(cls) if not name.startswith("_"))
-)
-_KNOWN_DATA_NAMES = tuple(name for cls in (DataModule, DataHooks) for name in vars(cls) if not name.startswith("_"))
-_KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
+# Names that a misspelt hook may have meant.
+_KNOWN_TASK_NAMES = _public_names(TaskHooks, DataHooks, TaskModule)
+_KNOWN_DATA_NAMES = _public_names(DataModule, DataHooks)
+_KNOWN_CALLBACK_NAMES = _public_names(Callback)
+# Names of a task whose signatures are checked.
 _TASK_HOOKS = (
     *vars(TaskHooks),
     *vars(DataHooks),
@@ -49,10 +60,12 @@ _WORDS: dict[str, frozenset[str]] = {
     "predict": frozenset({"predict"}),
 }
 _WORDS_OF_STAGES = frozenset().union(*_WORDS.values())
+# Further words of hooks that only `fit` calls.
 _ONLY_FIT = frozenset({"optimizer", "optimizers", "backward", "gradient", "scheduler", "items", "grad", "tokens"})
 
 
 def _not_a_task_error(task: object, stage: Stage) -> ArgumentTypeError:
+    """Return the error for an object that is not a TaskModule. An object of Lightning raises its own error."""
     check_owner(task)
     if isinstance(task, type) and issubclass(task, TaskModule):
         found = f"the class {task.__name__}. Pass an instance: {task.__name__}(…)."
@@ -92,7 +105,7 @@ def check_task(
     if not isinstance(task, TaskModule):
         raise _not_a_task_error(task, stage)
     name = type(task).__name__
-    if "_modules" not in vars(task):
+    if "_modules" not in vars(task):  # `nn.Module.__init__` sets it
         raise ConfigurationError(f"{name}.__init__ does not call super().__init__(). Call it first.")
     check_hook_names(task, TaskModule, _KNOWN_TASK_NAMES)
     check_signatures(task, TaskModule, _called_in(stage, _TASK_HOOKS))
@@ -110,6 +123,7 @@ def check_task(
 
 
 def _check_training(task: TaskModule, accumulate: int, *, clips: bool, on_nonfinite: str | None) -> None:
+    """Check that a task defines what `fit` needs, and that manual optimization fits the Trainer's arguments."""
     name = type(task).__name__
     if not overrides(task, "training_step", TaskModule):
         raise ConfigurationError(f"{name} has no training_step. Define training_step(self, batch, batch_idx).")
@@ -156,10 +170,11 @@ def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) ->
     """
     if task is not None and model is not None and task is not model:
         raise ConfigurationError(f"{stage}() received two tasks, as task= and as model=. Pass only one of them.")
-    found = model if task is None else task
-    if found is None and stage == "fit":
+    if task is None:
+        task = model
+    if task is None and stage == "fit":
         raise ArgumentTypeError("fit() needs a task: pass a TaskModule as its first argument, or as task= or model=.")
-    return found
+    return task
 
 
 def check_datamodule(datamodule: DataModule, stage: Stage) -> None:
@@ -174,13 +189,17 @@ def check_datamodule(datamodule: DataModule, stage: Stage) -> None:
 
 
 def _called_in(stage: Stage, hooks: Iterable[str]) -> list[str]:
-    """Return the hooks that a stage may call."""
-    foreign = _WORDS_OF_STAGES - _WORDS[stage]
+    """Return the hooks that a stage may call.
+
+    `test` calls `setup` and `on_test_start`, and does not call `on_train_start` or `configure_optimizers`.
+    """
+    other_words = _WORDS_OF_STAGES - _WORDS[stage]
     if stage != "fit":
-        foreign |= _ONLY_FIT
+        other_words |= _ONLY_FIT
     called = []
     for name in hooks:
-        if not name.startswith("__") and foreign.isdisjoint(name.split("_")):
+        is_of_other_stage = not other_words.isdisjoint(name.split("_"))
+        if not name.startswith("__") and not is_of_other_stage:
             called.append(name)
     return called
 
@@ -228,11 +247,13 @@ def check_needs(callbacks: list[Any], selection: Selection, task: TaskModule | N
         ConfigurationError: the strategy lacks a capability.
     """
     strategy = selection.strategy
-    alone = selection.runs_alone
     name = type(strategy).__name__
     for callback in callbacks:
-        for need in callback.needs:
-            if not getattr(strategy.capabilities, need) and not (alone and need == "independent_steps"):
+        for need in callback.needs:  # names of capabilities
+            is_met = getattr(strategy.capabilities, need)
+            if need == "independent_steps" and selection.runs_alone:
+                is_met = True  # a single rank waits for no other
+            if not is_met:
                 raise ConfigurationError(f"{type(callback).__name__} {REFUSALS[need].format(strategy=name)}")
     if task is None:
         return
@@ -248,10 +269,10 @@ def check_graphs(loggers: list[Any], selection: Selection) -> None:
         ConfigurationError: a forward under the strategy is collective.
     """
     strategy = selection.strategy
-    alone = selection.runs_alone
     name = type(strategy).__name__
+    forward_is_collective = strategy.capabilities.lockstep_evaluation and not selection.runs_alone
     for logger in loggers:
-        if logger.wants_graph and strategy.capabilities.lockstep_evaluation and not alone:
+        if logger.wants_graph and forward_is_collective:
             raise ConfigurationError(
                 f"{type(logger).__name__}(log_graph=True) runs the task on the main rank only, but a forward under "
                 f"{name} needs all ranks. Set log_graph=False, or log the graph in a run with devices=1."
@@ -259,5 +280,5 @@ def check_graphs(loggers: list[Any], selection: Selection) -> None:
 
 
 def has_step(task: TaskModule, name: str) -> bool:
-    """Return whether the task defines the step `name`."""
+    """Return whether the task defines the step `name`, such as `"validation_step"`. False for other names."""
     return name in _STEPS and overrides(task, name, TaskModule)

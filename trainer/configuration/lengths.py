@@ -12,8 +12,9 @@ from trainwright.trainer.configuration.argument_checks import check_whole
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 DEFAULT_MAX_EPOCHS = 1000  # of a fit without any limit
+# Field of `Limits` → its value without a limit.
 _NO_LIMIT: dict[str, int | None] = {"max_epochs": None, "max_steps": -1, "min_epochs": 0, "min_steps": 0}
-# Argument → its smallest value, and the value that means no limit.
+# Argument → its smallest value, and the value that means no limit, for messages.
 _LIMITS = {
     "max_epochs": (-1, "-1 for no bound"),
     "max_steps": (-1, "-1 for no bound"),
@@ -45,7 +46,7 @@ class Limits:
         """Return the limits with another value of `name`. None, and -1 for a maximum, mean no limit.
 
         Raises:
-            ConfigurationError: The value is not a whole number, or is too small.
+            ConfigurationError: the value is not a whole number, or is too small.
         """
         is_maximum = name in ("max_epochs", "max_steps")
         check_whole(name, value, -1 if is_maximum else 0, "None for no bound")
@@ -56,7 +57,7 @@ class Limits:
 
 
 def limits_of(arguments: TrainerArguments) -> Limits:
-    """Return the limits of a fit with these arguments. Default without any limit: 1,000 epochs.
+    """Return the limits of a fit with these arguments. Default without any maximum: 1,000 epochs.
 
     Raises:
         ConfigurationError: a limit is not a whole number, or a minimum is above its maximum.
@@ -73,7 +74,7 @@ def limits_of(arguments: TrainerArguments) -> Limits:
     max_steps: int | None = arguments.max_steps
     if max_steps is None:  # as in Lightning
         max_steps = -1
-    if arguments.fast_dev_run:
+    if arguments.fast_dev_run:  # at least the steps of `limit_train_batches`, which ends the run
         max_steps = int(arguments.fast_dev_run) * arguments.accumulate_grad_batches
     max_epochs = arguments.max_epochs
     if max_epochs is None and max_steps == -1 and not others:
@@ -104,7 +105,7 @@ def validation_interval_of(arguments: TrainerArguments, limits: Limits) -> int |
 
 def _parse_interval(value: object) -> int | float | Duration:
     if value is None:
-        return 1.0
+        return 1.0  # at the end of each epoch
     if isinstance(value, (str, Duration, datetime.timedelta, dict)):
         try:
             duration = parse_time(value, "it") if isinstance(value, dict) else Duration(value)

@@ -33,14 +33,16 @@ class Settings:
         given: the arguments, before environment variables, `fast_dev_run` and `barebones` change some of them.
         arguments: the arguments after these changes.
         selection: the strategy, its settings and its launcher.
-        limits: limits of `fit`.
+        limits: limits of `fit`. The Trainer's `max_epochs` and `max_steps` replace them between fits.
         clip: gradient clipping, or None.
         val_check_interval: see `validation_interval_of`.
-        limit_batches: batch limits by stage.
+        limit_batches: batch limits by kind of data, `"train"`, `"validate"`, `"test"` or `"predict"`: a number, a
+            fraction, or None for all batches. `overfit_batches` replaces the limit of
+            validation here, and that of training in TrainData.
         callbacks: the user's and the default callbacks.
         loggers: the loggers.
         profiler: records actions.
-        root: the folder for the run's files.
+        root: the absolute folder for the run's files.
         accumulate_grad_batches: micro-batches per optimizer step. A callback may change it before an epoch.
         log_every_n_steps: steps between two flushes of metrics.
         num_sanity_val_steps: validation batches before training; infinite for all.
@@ -65,7 +67,7 @@ class Settings:
 
     @property
     def units(self) -> set[str]:
-        """The units of limits and intervals, such as `"samples"` and `"tokens"`."""
+        """The units of limits and intervals that have one, such as `"samples"` and `"tokens"`."""
         lengths = (*self.limits.others, self.val_check_interval)
         return {length.unit for length in lengths if isinstance(length, Duration)}
 
@@ -78,20 +80,20 @@ def configure(arguments: TrainerArguments) -> Settings:
     """
     check_plain_arguments(arguments)
     given = arguments
-    arguments = with_launched(arguments)
-    dev_batches = int(arguments.fast_dev_run)
-    quiet = bool(dev_batches) or arguments.barebones
-    if dev_batches:
+    arguments = with_launched(given)
+    dev_batches = int(arguments.fast_dev_run)  # True is 1
+    quiet = dev_batches > 0 or arguments.barebones  # without the default ModelCheckpoint
+    if dev_batches > 0:
         arguments = _with_fast_dev_run(arguments, dev_batches)
     if arguments.barebones:
         arguments = _with_barebones(arguments)
     clip = GradientClip.parse(arguments.gradient_clip_val, arguments.gradient_clip_algorithm)
     selection = _select(arguments, clip)
     limits = limits_of(arguments)
-    overfit = arguments.overfit_batches
+    # TrainData replaces the limit of training by `overfit_batches` itself, because it also changes the order.
     limit_batches = {
         "train": arguments.limit_train_batches,
-        "validate": overfit or arguments.limit_val_batches,
+        "validate": arguments.overfit_batches or arguments.limit_val_batches,
         "test": arguments.limit_test_batches,
         "predict": arguments.limit_predict_batches,
     }
@@ -119,10 +121,10 @@ def configure(arguments: TrainerArguments) -> Settings:
     )
 
 
-def _sanity_steps(given: int | None) -> int | float:
-    if given is None:
+def _sanity_steps(num_steps: int | None) -> int | float:
+    if num_steps is None:
         return 2
-    return math.inf if given == -1 else given
+    return math.inf if num_steps == -1 else num_steps
 
 
 def _with_fast_dev_run(arguments: TrainerArguments, batches: int) -> TrainerArguments:
@@ -163,6 +165,7 @@ def _with_barebones(arguments: TrainerArguments) -> TrainerArguments:
 
 
 def _callbacks(arguments: TrainerArguments, quiet: bool) -> list[Any]:
+    """Return the user's callbacks and the default ones."""
     given = given_callbacks(arguments.callbacks)
     check_callbacks(given)
     defaults = default_callbacks(
@@ -176,6 +179,7 @@ def _callbacks(arguments: TrainerArguments, quiet: bool) -> list[Any]:
 
 
 def _select(arguments: TrainerArguments, clip: GradientClip | None) -> Selection:
+    """Select the strategy, the devices and the launcher."""
     selection = select(
         strategy=arguments.strategy,
         accelerator=arguments.accelerator,
@@ -188,6 +192,6 @@ def _select(arguments: TrainerArguments, clip: GradientClip | None) -> Selection
         accumulate_grad_batches=arguments.accumulate_grad_batches,
         clip=clip,
     )
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # the user's process group needs no address
         check_address(selection.topology)
     return selection

@@ -14,14 +14,14 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.state import TrainState
 from trainwright.core.tree import Batch, is_container
 
-_LIBRARY_PATHS = (
+_LIBRARY_PATHS = (  # beginnings of paths whose lines are not user code
     str(Path(__file__).parents[2]),  # trainwright
     str(Path(torch.__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<",  # code without a file, such as what torch and dataclasses generate
 )
 _MAX_ITEMS = 8  # shown of a container
-_NOTE_START = "in "
+_NOTE_START = "in "  # first characters of a note of `note_batch`, by which it is recognized
 
 
 def note_missing_weights(error: BaseException, task: torch.nn.Module) -> None:
@@ -62,21 +62,24 @@ def note_batch(
         described = describe(batch)
     except RecursionError:
         described = f"{type(batch).__name__}, nested too deeply to show"
-    of_rank = "" if rank is None else f", rank {rank}"
+    rank_text = "" if rank is None else f", rank {rank}"
     error.add_note(
         f"{_NOTE_START}{task_name}.{step}{_user_line(error)}\n"
-        f"  epoch {state.epoch}, step {state.step}, batch_idx {batch_idx}{of_rank}\n"
+        f"  epoch {state.epoch}, step {state.step}, batch_idx {batch_idx}{rank_text}\n"
         f"  batch: {described}"
     )
 
 
 def _user_line(error: BaseException) -> str:
-    """Return the innermost line of an error's traceback outside libraries, or an empty string."""
+    """Return the innermost line of an error's traceback outside libraries, or an empty string.
+
+    For example `, /home/me/train.py:12: loss = self.net(x)`.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_LIBRARY_PATHS):
             continue
-        place = f", {frame.filename}:{frame.lineno}"
-        return f"{place}: {frame.line}" if frame.line else place
+        location = f", {frame.filename}:{frame.lineno}"
+        return f"{location}: {frame.line}" if frame.line else location
     return ""
 
 

@@ -25,7 +25,7 @@ from trainwright.trainer.run import StageRun
 _MAX_SHOWN_PARAMETERS = 5
 _MAX_SHOWN_SAMPLES = 16
 _MAX_RECORDED_SAMPLES = 256  # of each rank
-_NUM_SINGLE_WARNINGS = 5  # the first skipped steps warn one by one, later ones at each doubling of their number
+_NUM_SINGLE_WARNINGS = 5  # the first skipped steps warn one by one, later ones at the 8th, 16th, 32nd, …
 
 Ids = list[int | str]
 
@@ -33,7 +33,8 @@ Ids = list[int | str]
 def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
     """Return the function that runs a step's forward and backward in the current epoch.
 
-    It is the engine's own function unless `on_nonfinite` is set or the rest of the epoch has data to skip.
+    It is the engine's own function unless `on_nonfinite` is set or the rest of the epoch has data to skip. Sets
+    `loop.guard`.
     """
     loader = run.data.train().loader
     position = loader.position(run.state.batch_in_epoch)
@@ -41,8 +42,12 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
     for skipped in run.progress.skipped_batches:
         if skipped.epoch != run.state.epoch:
             continue
-        # A loader may not count in the unit of an entry. Then it is unknown whether the data was passed already.
-        if skipped.stop is None or position.get(skipped.unit, skipped.stop) < skipped.stop:
+        if skipped.stop is None:  # up to the end of the epoch
+            ahead.append(skipped)
+            continue
+        # A loader that cannot count in the unit of an entry skips none of it: `overlaps` is False.
+        has_passed = position.get(skipped.unit, skipped.stop) >= skipped.stop
+        if not has_passed:
             ahead.append(skipped)
     run.loop.guard = None
     if run.settings.arguments.on_nonfinite is None and not ahead:
@@ -61,7 +66,7 @@ class GuardedStep:
     Args:
         run: the run. With `on_nonfinite=None`, data is skipped but values are not checked.
         loader: the training loader of the current epoch.
-        ahead: data of this epoch to skip.
+        ahead: data of this epoch to skip. Other data than steps with non-finite values is here after a rollback.
     """
 
     def __init__(self, run: StageRun, loader: PreparedLoader, ahead: Sequence[SkippedData]) -> None:
@@ -70,13 +75,15 @@ class GuardedStep:
         self._ahead = ahead
         step = run.engine.step
         mode = run.settings.arguments.on_nonfinite
-        self._first: FirstNonFinite | None = None  # to check losses later
-        self._buffers: BufferCopies | None = None  # to check each loss at once
+        # At most one of these is set. Both are None if values are not checked (`on_nonfinite=None`).
+        self._first: FirstNonFinite | None = None  # losses are checked later, by `check`
+        self._buffers: BufferCopies | None = None  # each loss is checked before the optimizer steps
         if mode == "raise" and non_finite.reading_waits(step.parts.device):
             self._first = FirstNonFinite(step)
         elif mode is not None:
             self._buffers = BufferCopies(run.task)
-        self._places: dict[int, tuple[int, int]] = {}  # steps since the last check → first batch, number of batches
+        # For losses that are checked later: step since the last check → index of its first batch, number of batches.
+        self._places: dict[int, tuple[int, int]] = {}
 
     def __call__(self, group: Group) -> torch.Tensor | None:
         """Run forward and backward of a step, and check the result. Collective.
@@ -87,12 +94,12 @@ class GuardedStep:
             RollBack: the run rolls back to a checkpoint. Raised on every rank.
         """
         if self._ahead and self._is_skipped(group):
-            # As after a step, so that hooks see the end of the group.
+            # As after a step: `on_train_batch_end` receives the last batch, which is still on the host.
             group.index = len(group.batches) - 1
             group.last_batch = group.batches[-1]
             return None
         engine = self._run.engine
-        if self._buffers is None:
+        if self._buffers is None:  # no check, or a later one
             loss = engine.step.forward_backward(group)
             if self._first is not None and loss is not None:
                 self._places[self._run.state.step] = (group.first_idx, len(group.batches))
@@ -104,7 +111,7 @@ class GuardedStep:
             self._run.progress.skipped_in_a_row = 0
             return loss
         self._decide(group, loss)
-        group.last_output = {}
+        group.last_output = {}  # as if the step was skipped
         return None
 
     def check(self) -> None:
@@ -118,19 +125,21 @@ class GuardedStep:
         if not self._first.is_seen(self._run.engine.data_ranks):
             self._places.clear()
             return
+        # Each rank has its own first step with a non-finite value, or None. The earliest of them is reported.
         seen_by_rank = self._run.engine.processes.gather_object(self._first.read())
         step = min(seen[0] for seen in seen_by_rank if seen is not None)
-        first, num = self._places.get(step, (0, 1))
-        found = self._combine(step, first, num, [self._of_step(step, seen) for seen in seen_by_rank])
+        first_batch, num_batches = self._places.get(step, (0, 1))
+        values_by_rank = [self._of_step(step, seen) for seen in seen_by_rank]
+        bad_step = self._combine(step, first_batch, num_batches, values_by_rank)
         raise self._error(
-            found,
+            bad_step,
             "Weights have changed since then, because losses are read only where the host waits for the device. All "
             "checkpoints were written before that step",
         )
 
     @staticmethod
     def _of_step(step: int, seen: tuple[int, NonFinite] | None) -> NonFinite:
-        """Return what a rank found at `step`. It found nothing if `seen`, its first non-finite step, is later."""
+        """Return the non-finite values of a rank at `step`: none if its first non-finite step, `seen[0]`, is later."""
         if seen is None or seen[0] != step:
             return NonFinite(0.0, [])
         return seen[1]
@@ -150,49 +159,53 @@ class GuardedStep:
         return any(skipped.overlaps(self._run.state.epoch, before, after) for skipped in self._ahead)
 
     def _decide(self, group: Group, loss: torch.Tensor) -> None:
-        """Raise, roll back or record that the step is skipped. Collective."""
+        """Raise, roll back or record that the step is skipped. Collective.
+
+        Raises:
+            NonFiniteError, RollBack: see `__call__`.
+        """
         run = self._run
         mode = run.settings.arguments.on_nonfinite
         max_skipped = run.settings.arguments.max_skipped
         num_skipped = run.progress.skipped_in_a_row
-        found = self._find(group, loss)
+        bad_step = self._find(group, loss)
         if self._buffers is not None:
             self._buffers.restore()
         if mode == "raise":
-            self._end_run(group, found, "No weight has changed")
+            self._end_run(group, bad_step, "No weight has changed")
         if max_skipped is not None and num_skipped >= max_skipped:
             self._end_run(
                 group,
-                found,
+                bad_step,
                 f"The {num_skipped} steps before it were skipped too, which reaches max_skipped={max_skipped}",
             )
         checkpoint = None
         if mode == "rollback":
-            self._check_may_roll_back(found, group)
+            self._check_may_roll_back(bad_step, group)
             checkpoint = run.recovery.find_checkpoint(run.state.step)
-        self._record(found, group)
+        self._record(bad_step, group)
         run.engine.step.discard_step()
         if checkpoint is not None:
             # The data was recorded above, so the rollback itself skips none.
-            raise RollBack(RollbackRequest(checkpoint, found.text, skips_data=False))
-        self._warn(found, no_checkpoint=mode == "rollback")
+            raise RollBack(RollbackRequest(checkpoint, bad_step.text, skips_data=False))
+        self._warn(bad_step, no_checkpoint=mode == "rollback")
 
     def _find(self, group: Group, loss: torch.Tensor) -> _NonFiniteStep:
-        """Return which losses and gradients of the current step are not finite. Collective; waits for the device."""
-        seen = self._run.engine.processes.gather_object(non_finite.explain(self._run.engine.step, loss))
-        return self._combine(self._run.state.step, group.first_idx, len(group.batches), seen)
+        """Return the non-finite losses and gradients of the current step. Collective; waits for the device."""
+        values_by_rank = self._run.engine.processes.gather_object(non_finite.explain(self._run.engine.step, loss))
+        return self._combine(self._run.state.step, group.first_idx, len(group.batches), values_by_rank)
 
-    def _combine(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _NonFiniteStep:
-        """Combine the non-finite values of each rank in a step on `num` batches of this epoch. Collective."""
-        ids = self._run.engine.processes.gather_object(self._ids(first, num))
-        is_unknown = any(of_rank is None for of_rank in ids)
+    def _combine(self, step: int, first: int, num: int, values_by_rank: list[NonFinite]) -> _NonFiniteStep:
+        """Combine the values of all ranks in a step on `num` batches of this epoch from batch `first`. Collective."""
+        ids_by_rank = self._run.engine.processes.gather_object(self._ids(first, num))
+        is_unknown = any(ids is None for ids in ids_by_rank)
         return _NonFiniteStep(
             step=step,
             epoch=self._run.state.epoch,
             batches=(first, first + num - 1),
-            losses=[of_rank.loss for of_rank in seen],
-            parameters=[of_rank.parameters for of_rank in seen],
-            sample_ids=None if is_unknown else ids,
+            losses=[values.loss for values in values_by_rank],
+            parameters=[values.parameters for values in values_by_rank],
+            sample_ids=None if is_unknown else ids_by_rank,
         )
 
     def _ids(self, first: int, num: int) -> Ids | None:
@@ -205,63 +218,65 @@ class GuardedStep:
             ids += ids_of_batch
         return ids
 
-    def _record(self, found: _NonFiniteStep, group: Group) -> None:
+    def _record(self, bad_step: _NonFiniteStep, group: Group) -> None:
         """Add the step's data to the progress, which checkpoints contain, and to the run's record."""
         run = self._run
         before, after = self._positions(group)
         unit = unit_of(after)
         skipped = SkippedData(
-            reason=found.what,
-            epoch=found.epoch,
-            step=found.step,
+            reason=bad_step.what,
+            epoch=bad_step.epoch,
+            step=bad_step.step,
             first_batch=group.first_idx,
             num_batches=len(group.batches),
             unit=unit,
             start=before[unit],
             stop=after[unit],
-            sample_ids=found.sample_ids,
+            sample_ids=bad_step.sample_ids,
         )
         run.progress.skipped_batches.append(skipped)
         run.progress.skipped_in_a_row += 1
         short_ids: list[Ids] | None = None
-        if found.sample_ids is not None:
-            short_ids = [of_rank[:_MAX_RECORDED_SAMPLES] for of_rank in found.sample_ids]
+        if bad_step.sample_ids is not None:
+            short_ids = [of_rank[:_MAX_RECORDED_SAMPLES] for of_rank in bad_step.sample_ids]
         run.logs.note("skipped", **replace(skipped, sample_ids=short_ids).to_dict())
 
-    def _check_may_roll_back(self, found: _NonFiniteStep, group: Group) -> None:
+    def _check_may_roll_back(self, bad_step: _NonFiniteStep, group: Group) -> None:
+        """Raise a NonFiniteError if a rollback would not help, or no further rollback is allowed. Collective."""
         progress = self._run.progress
         max_rollbacks = self._run.settings.arguments.max_rollbacks
         before, after = self._positions(group)
-        if any(skipped.overlaps(found.epoch, before, after) for skipped in progress.skipped_batches):
-            self._end_run(group, found, "This data was already skipped once")
+        if any(skipped.overlaps(bad_step.epoch, before, after) for skipped in progress.skipped_batches):
+            self._end_run(group, bad_step, "This data was already skipped once")
         if progress.num_rollbacks >= max_rollbacks:
             self._end_run(
                 group,
-                found,
+                bad_step,
                 f"The run has rolled back {progress.num_rollbacks} time(s), which reaches "
                 f"max_rollbacks={max_rollbacks}",
             )
 
-    def _end_run(self, group: Group, found: _NonFiniteStep, why: str) -> NoReturn:
+    def _end_run(self, group: Group, bad_step: _NonFiniteStep, why: str) -> NoReturn:
         """Raise the error on every rank, after the values that the step has logged are written. Collective."""
         self._log(group)
-        raise self._error(found, why)
+        raise self._error(bad_step, why)
 
-    def _error(self, found: _NonFiniteStep, why: str) -> NonFiniteError:
+    def _error(self, bad_step: _NonFiniteStep, why: str) -> NonFiniteError:
+        """Return the error for a step. `why` says why the run ends."""
         advice = "skip such steps: Trainer(on_nonfinite='skip')."
         if self._run.settings.arguments.on_nonfinite == "skip":
             advice = "allow more skipped steps: Trainer(max_skipped=None)."
         error = NonFiniteError(
-            f"{found.text}. {why}. Check these samples and the operations that compute the loss "
+            f"{bad_step.text}. {why}. Check these samples and the operations that compute the loss "
             "(Trainer(detect_anomaly=True) names the one that failed in backward), lower the learning rate, or "
             f"{advice}"
         )
-        error.step = found.step
-        error.epoch = found.epoch
-        error.ranks = found.ranks
-        error.source = found.source
-        error.parameters = found.names
-        error.sample_ids = found.sample_ids
+        error.step = bad_step.step
+        error.epoch = bad_step.epoch
+        error.ranks = bad_step.ranks
+        error.source = bad_step.source
+        error.parameters = bad_step.names
+        error.sample_ids = bad_step.sample_ids
         return error
 
     def _log(self, group: Group) -> None:
@@ -272,21 +287,30 @@ class GuardedStep:
         if run.logs.group is not None and flushed.logged:
             run.logs.group.log_metrics({**flushed.logged, "epoch": run.state.epoch}, run.state.step)
 
-    def _warn(self, found: _NonFiniteStep, *, no_checkpoint: bool) -> None:
+    def _warn(self, bad_step: _NonFiniteStep, *, no_checkpoint: bool) -> None:
+        """Warn of a skipped step, unless many were skipped. `no_checkpoint`: it is skipped instead of a rollback."""
         run = self._run
         count = len(run.progress.skipped_batches)
-        is_power_of_two = count & (count - 1) == 0
+        is_power_of_two = count & (count - 1) == 0  # 8 & 7 = 0b1000 & 0b0111 = 0
         if count > _NUM_SINGLE_WARNINGS and not is_power_of_two:
             return
         how = "it is skipped"
         if no_checkpoint:
             how += ", because this run has no checkpoint to roll back to yet"
-        run.hooks.warn(f"{found.text}: {how}. No weight has changed. trainer.skipped_batches has {count} entries.")
+        run.hooks.warn(f"{bad_step.text}: {how}. No weight has changed. trainer.skipped_batches has {count} entries.")
 
 
 @dataclass(frozen=True, slots=True)
 class _NonFiniteStep:
-    """Losses and gradients of a step that are not finite. The lists have one item per rank."""
+    """Losses and gradients of a step that are not finite. The lists have one item per rank.
+
+    Attributes:
+        step, epoch: the step and its epoch.
+        batches: indices of the first and the last micro-batch in the epoch.
+        losses: the loss of each rank, finite or not.
+        parameters: names of the parameters whose gradients are not finite, for each rank.
+        sample_ids: data set indices of the step's samples, for each rank. None if unknown.
+    """
 
     step: int
     epoch: int
@@ -308,13 +332,17 @@ class _NonFiniteStep:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks with a non-finite loss, or with non-finite gradients if all losses are finite."""
-        of_gradients = [rank for rank, names in enumerate(self.parameters) if names]
-        return tuple(self.bad_losses) if self.bad_losses else tuple(of_gradients)
+        if self.bad_losses:
+            return tuple(self.bad_losses)
+        return tuple(rank for rank, names in enumerate(self.parameters) if names)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Parameters whose gradients are not finite on any rank, in the task's order."""
-        return tuple(dict.fromkeys(name for names in self.parameters for name in names))
+        names: dict[str, None] = {}  # an ordered set
+        for names_of_rank in self.parameters:
+            names.update(dict.fromkeys(names_of_rank))
+        return tuple(names)
 
     @property
     def what(self) -> str:
@@ -339,6 +367,7 @@ class _NonFiniteStep:
 
 
 def _listed(items: Sequence[object], max_items: int = 8) -> str:
+    """Return the first items as text, and the number of the others."""
     text = ", ".join(str(item) for item in items[:max_items])
     if len(items) > max_items:
         text += f" and {len(items) - max_items} more"

@@ -27,8 +27,8 @@ from trainwright.trainer.data import EvaluationData
 from trainwright.trainer.loop_state import LoopState
 
 MARGIN_S = 1.0  # reserved for ending the process, in addition to the time of a save
-_ROUNDS = 1000  # maximum number of evaluation batches between two exchanges
-_MORE_S = 10.0  # after the grace, until a process that hangs is ended
+_MAX_BATCHES_BETWEEN_EXCHANGES = 1000  # of an evaluation
+_HUNG_S = 10.0  # after the grace, until a process that hangs is ended
 
 
 class _Requeue(SignalHandler):
@@ -43,8 +43,9 @@ class _Requeue(SignalHandler):
         if _ExitHandler.begun:
             return
         name = signal.Signals(number).name
-        done = requeue_job() if self._requeues else ""
-        os.write(2, f"trainwright: received {name} outside of training; the process ends.{done}\n".encode())
+        message = requeue_job() if self._requeues else ""
+        # Not by `print`: a handler may interrupt a write to the same stream.
+        os.write(2, f"trainwright: received {name} outside of training; the process ends.{message}\n".encode())
         raise Preempted(name)
 
 
@@ -52,22 +53,25 @@ class _ExitHandler(SignalHandler):
     """Handler that ignores further signals while the process ends, so that its exit code is 143.
 
     Args:
-        deadline: time after which signals are handled as before the fit.
-        before: the handlers that were set before the fit.
+        deadline: `time.monotonic()` value after which signals are handled as before the fit.
+        previous: the handlers that were set before the fit, by signal; None if C code has set one.
+
+    Attributes:
+        begun: this process is ending because of a signal. Set on the class, because a process has one such state.
     """
 
     begun = False
 
-    def __init__(self, deadline: float, before: Mapping[int, Any]) -> None:
+    def __init__(self, deadline: float, previous: Mapping[int, Any]) -> None:
         super().__init__()
         self._deadline = deadline
-        self._before = before
+        self._previous = previous
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Ignore the signal, or after the deadline pass it to the previous handler."""
         if time.monotonic() >= self._deadline:
             _ExitHandler.begun = False
-            signal.signal(number, self._before[number] or signal.SIG_DFL)
+            signal.signal(number, self._previous[number] or signal.SIG_DFL)
             signal.raise_signal(number)
 
 
@@ -88,8 +92,8 @@ def listen(*, is_main: bool, requeue: bool) -> None:
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return
-    before = signal.getsignal(signal.SIGUSR1)
-    if before is signal.SIG_DFL or isinstance(before, _Requeue):
+    previous = signal.getsignal(signal.SIGUSR1)
+    if previous is signal.SIG_DFL or isinstance(previous, _Requeue):
         signal.signal(signal.SIGUSR1, _Requeue(is_main, requeue))
 
 
@@ -99,23 +103,24 @@ class _Note(SignalHandler):
     During the setup of a fit nothing has to be saved, so `Preempted` is raised at once.
     """
 
-    def __init__(self, preemption: Preemption, loop: LoopState, before: Mapping[int, Any]) -> None:
+    def __init__(self, preemption: Preemption, loop: LoopState, previous: Mapping[int, Any]) -> None:
         super().__init__()
         self._preemption = preemption
         self._loop = loop
-        self._before = before
+        self._previous = previous
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Store the signal."""
-        before = self._before[number]
-        leaves = self._preemption.agreed
+        """Store the signal, and make the loop check for it after the current step."""
+        previous = self._previous[number]
+        is_ending = self._preemption.agreed
         self._preemption.take(number)
         self._loop.check_next_step()
-        if is_users(before):
-            before(number, frame)
-        elif not self._loop.trains and not leaves:
+        if is_users(previous):
+            previous(number, frame)
+        elif not self._loop.trains and not is_ending:  # during the setup
             self._preemption.agreed = True
-            (before if isinstance(before, _Requeue) else _Requeue(False, False)).handle(number, frame)
+            requeue = previous if isinstance(previous, _Requeue) else _Requeue(False, False)
+            requeue.handle(number, frame)
 
 
 class Preemption(ReceivedSignal):
@@ -133,33 +138,36 @@ class Preemption(ReceivedSignal):
         if self.grace_s is None or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: dict[int, Any] = {}
-        note = _Note(self, loop, before)
+        previous: dict[int, Any] = {}  # filled below, before a handler can read it
+        note = _Note(self, loop, previous)
         _ExitHandler.begun = False
         for number in SIGNALS:
-            before[number] = signal.getsignal(number)
+            previous[number] = signal.getsignal(number)
             signal.signal(number, note)
         failure: BaseException | None = None
         try:
-            if is_users(before[signal.SIGTERM]):
+            if is_users(previous[signal.SIGTERM]):  # the user's handler may decide that the process does not end
                 yield
             else:
                 text = f"no step ended within preemption_grace={self.grace_s:g} s"
-                with ending_hung_process(self.grace_s + _MORE_S, lambda: text):
+                with ending_hung_process(self.grace_s + _HUNG_S, lambda: text):
                     yield
         except BaseException as error:
             failure = error
             raise
         finally:
-            late = self.signal and not self.agreed and not is_users(before[self.signal])
-            _ExitHandler.begun = self.agreed = self.agreed or bool(late)
-            exiting = _ExitHandler(self._deadline, before)
-            for known_number, handler in before.items():
+            # A signal after the last exchange of the loop ends the process here.
+            is_late = bool(self.signal) and not self.agreed and not is_users(previous[self.signal])
+            if is_late:
+                self.agreed = True
+            _ExitHandler.begun = self.agreed
+            exiting = _ExitHandler(self._deadline, previous)
+            for known_number, handler in previous.items():
                 if self.agreed and not is_users(handler):
                     signal.signal(known_number, exiting)
                 else:
                     signal.signal(known_number, handler if handler is not None else signal.SIG_DFL)
-            if late:
+            if is_late:
                 name = signal.Signals(self.signal).name
                 if isinstance(failure, Exception):
                     traceback.print_exception(failure)
@@ -172,10 +180,10 @@ class Preemption(ReceivedSignal):
 
 
 class EvaluationWatch:
-    """Check before each batch of an evaluation whether all ranks know of a signal, so that the evaluation stops.
+    """Check before each batch of an evaluation whether the ranks have agreed on a signal, so that the evaluation stops.
 
     Several processes exchange signals only before batches that every rank has, so that the order of collectives in the
-    task's step is the same on all ranks. Evaluations with loaders of unknown length are not stopped.
+    task's step is the same on all ranks. They do not stop evaluations with loaders of unknown length.
 
     Args:
         preemption: signals of the run.
@@ -186,7 +194,7 @@ class EvaluationWatch:
     def __init__(self, preemption: Preemption, processes: Processes, data: EvaluationData) -> None:
         self._preemption = preemption
         self._loaders = data.loaders
-        self._agreement = Agreement(processes, _ROUNDS) if processes.world_size > 1 else None
+        self._agreement = Agreement(processes, _MAX_BATCHES_BETWEEN_EXCHANGES) if processes.world_size > 1 else None
         self._rounds = 0
 
     def __call__(self, index: int, idx: int) -> bool:
@@ -210,9 +218,9 @@ def requeue_job() -> str:
     if job is None:
         return ""
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30, check=False)
+        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f" Job {job} was not requeued: {error}."
-    if done.returncode:
-        return f" Job {job} was not requeued: scontrol failed: {done.stderr.strip() or done.returncode}."
+    if result.returncode:
+        return f" Job {job} was not requeued: scontrol failed: {result.stderr.strip() or result.returncode}."
     return f" Job {job} is requeued."

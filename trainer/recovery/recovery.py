@@ -59,7 +59,10 @@ class RollBack(Exception):
 
 
 def unit_of(place: Mapping[str, int]) -> str:
-    """Return the first of `"samples"`, `"micro_batches"` and `"batch"` that a position in an epoch has."""
+    """Return the first of `"samples"`, `"micro_batches"` and `"batch"` that a position in an epoch has.
+
+    `"samples"` and `"micro_batches"` count over all ranks, so that the position is valid for any number of ranks.
+    """
     return next(unit for unit in _UNITS if unit in place)
 
 
@@ -128,7 +131,10 @@ class Recovery:
         raise Preempted(name)
 
     def _save_before_exit(self) -> str:
-        """Write the checkpoint unless one exists or time is short. Returns a message for the user."""
+        """Write a checkpoint unless one of this step exists or time is short. Return a message for the user.
+
+        Collective.
+        """
         state = self._progress.state
         if self._hooks.saver is None:
             return "no checkpoint was written, because checkpointing is disabled."
@@ -138,13 +144,14 @@ class Recovery:
             self._hooks.print(f"trainwright: {error}")
         if state.step == 0:
             return "no checkpoint was written, because no step was completed."
+        # Rank 0 measures and decides, so that all ranks take the same branch below.
         plan: Any = None
         if self._engine.is_main:
             folder = self._places.run_folder
             # A checkpoint written before the validation of this step lacks the validation's results.
             written = None if state.validation_owed else folder.find(state.step)
             name = folder.free_name(PREEMPTED_NAME)
-            plan = written, self._saves.longest_write_s, self.preemption.remaining_s(), name
+            plan = (written, self._saves.longest_write_s, self.preemption.remaining_s(), name)
         written, needed_s, left_s, name = self._engine.processes.broadcast_object(plan)
         if written is not None:
             return f"{written} already holds this step. Resume with fit(ckpt_path='last')."
@@ -160,7 +167,7 @@ class Recovery:
             self._saves.finish()
         except (OSError, CheckpointError) as error:
             return f"the checkpoint could not be written: {error}. Earlier checkpoints are complete."
-        except (RollBack, RollbackError) as rollback:  # requested in this step
+        except (RollBack, RollbackError) as rollback:  # of a request in this step, which `execute_requests` executes
             return (
                 f"no checkpoint was written, because the run was about to roll back: {rollback}. Earlier checkpoints "
                 "are complete. Resume with fit(ckpt_path='last')."
@@ -174,6 +181,12 @@ class Recovery:
         self._saves.at_step_end(partial(self._raise_rollback, reason, before_step))
 
     def _raise_rollback(self, reason: str, before_step: int) -> None:
+        """Raise `RollBack`, or warn if there is no checkpoint. Called at the end of a step. Collective.
+
+        Raises:
+            RollBack: to the newest checkpoint of `before_step` or earlier.
+            RollbackError: the run has reached `max_rollbacks`.
+        """
         num_done = self._progress.num_rollbacks
         most = self._settings.arguments.max_rollbacks
         if num_done >= most:
@@ -211,8 +224,8 @@ class Recovery:
         )
         if origin is not None and origin.is_dir():
             candidates.append(open_or_error(origin))
-        found = folder.newest(candidates, accepts=lambda found: found.manifest.step <= max_step)
-        return None if found is None else found.path
+        newest = folder.newest(candidates, accepts=lambda found: found.manifest.step <= max_step)
+        return None if newest is None else newest.path
 
     def roll_back(self, request: RollbackRequest) -> None:
         """Restore the requested checkpoint within the run, and record the data to skip. Collective.
@@ -220,12 +233,15 @@ class Recovery:
         Call it where nothing references the epoch's loader, so that the loader's workers end. Callbacks and loggers
         receive the same calls as for a resume in a new process, up to `on_fit_start`. Then start the loggers again.
         """
+        # The order matters: what the checkpoint overwrites is read first; requests and values of the abandoned steps
+        # are discarded before hooks could see them; the loader's workers end before the position changes; callbacks
+        # are set up again before their states are loaded.
         state = self._progress.state
         progress = self._progress
         data = self._data.made
         assert data is not None  # an epoch was running
-        before = state.to_dict()
-        stop = data.loader.position(state.batch_in_epoch)
+        abandoned_state = state.to_dict()
+        abandoned_position = data.loader.position(state.batch_in_epoch)
         progress.num_rollbacks += 1
         if self._engine.is_main:
             progress.abandoned |= self._places.run_folder.written_after(request.path)
@@ -241,48 +257,60 @@ class Recovery:
         data.close()  # its workers have read past the checkpoint's position
         self._hooks.fire("setup", "fit")
         for config in self._loop.schedules.configs:
-            config.paused = False
+            config.paused = False  # the callback that has paused it pauses it again where its state says so
         opened = Opened.read(open_checkpoint(request.path), LoadRequest(), full=True)
         opened.show(self._hooks)
         self._loads.resume(opened)
-        state.seconds = before["seconds"]  # training time includes the abandoned steps
+        state.seconds = abandoned_state["seconds"]  # training time includes the abandoned steps
         if not self._settings.arguments.reload_dataloaders_every_n_epochs:
-            self._data.made = data
+            self._data.made = data  # `resume` has discarded it; the user's loader is not created again
         if request.skips_data:
-            self._skip_since(before, stop, request.reason)
+            self._skip_since(abandoned_state, abandoned_position, request.reason)
         self._loop.validated_at = -1
         self._loop.last_result = None
         self._engine.phase = Phase.BETWEEN_STEPS
         self._hooks.warn(
-            f"{request.reason}. Rolled back from step {before['step']} to step {state.step} ({request.path}); rollback "
-            f"{progress.num_rollbacks} of at most {self._settings.arguments.max_rollbacks}."
+            f"{request.reason}. Rolled back from step {abandoned_state['step']} to step {state.step} "
+            f"({request.path}); rollback {progress.num_rollbacks} of at most {self._settings.arguments.max_rollbacks}."
         )
 
-    def _skip_since(self, before: dict[str, Any], stop: dict[str, int], reason: str) -> None:
+    def _skip_since(self, abandoned_state: dict[str, Any], abandoned_position: dict[str, int], reason: str) -> None:
         """Record the data between the restored position and the position before the rollback as skipped.
 
+        One entry per epoch: a rollback from epoch 3 to epoch 1 skips the rest of epoch 1, epoch 2 and the beginning of
+        epoch 3.
+
         Args:
-            before: the progress before the rollback.
-            stop: the position in its epoch before the rollback.
+            abandoned_state: the progress before the rollback.
+            abandoned_position: the position in its epoch before the rollback.
             reason: the reason of the rollback.
         """
         state = self._progress.state
-        place = (self._data.place or {}).get("position") or {"batch": 0, "samples": 0, "micro_batches": 0}
-        unit = unit_of(stop)
-        for epoch in range(state.epoch, before["epoch"] + 1):
-            begins_here = epoch == state.epoch
-            ends_here = epoch == before["epoch"]
-            first_batch = int(place["batch"]) if begins_here else 0
+        restored_place = self._data.place or {}
+        restored_position = restored_place.get("position") or {"batch": 0, "samples": 0, "micro_batches": 0}
+        unit = unit_of(abandoned_position)
+        last_epoch = abandoned_state["epoch"]
+        for epoch in range(state.epoch, last_epoch + 1):
+            first_batch = 0
+            start = 0
+            if epoch == state.epoch:
+                first_batch = int(restored_position["batch"])
+                start = int(restored_position.get(unit, 0))
+            num_batches = None  # to the end of the epoch
+            stop = None
+            if epoch == last_epoch:
+                num_batches = abandoned_state["batch_in_epoch"] - first_batch
+                stop = abandoned_position[unit]
             self._progress.skipped_batches.append(
                 SkippedData(
                     reason=reason,
                     epoch=epoch,
                     step=state.step,
                     first_batch=first_batch,
-                    num_batches=before["batch_in_epoch"] - first_batch if ends_here else None,
+                    num_batches=num_batches,
                     unit=unit,
-                    start=int(place.get(unit, 0)) if begins_here else 0,
-                    stop=stop[unit] if ends_here else None,
+                    start=start,
+                    stop=stop,
                 )
             )
 
@@ -307,11 +335,12 @@ class Recovery:
         datamodule = self._data.datamodule
         group = self._loop.group
         batch = self._logs.metrics.batch
-        if group is not None and batch is not None and self._engine.phase is not Phase.BETWEEN_STEPS:
+        is_in_step = self._engine.phase is not Phase.BETWEEN_STEPS
+        if is_in_step and group is not None and batch is not None:
             self.note_batch(error, "training_step", batch, group.first_idx + group.index)
         note_missing_weights(error, task)
         explained = self._engine.explain_error(error, task)
-        reported = explained or error
+        reported = error if explained is None else explained
         if not isinstance(reported, (Preempted, KeyboardInterrupt)):  # neither is an error of the run
             self._logs.note("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
         hooks: list[Callable[[], Any]] = []

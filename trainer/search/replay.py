@@ -23,7 +23,7 @@ from trainwright.strategies.steps.step import Step
 
 
 class StepCalls:
-    """Record the calls of an evaluation step that may communicate: of the task, its modules and `all_gather`.
+    """Record of the calls of an evaluation step that may communicate: of the task, its modules and `all_gather`.
 
     Attributes:
         can_repeat: a step was recorded, and gradients were disabled in all its calls. Otherwise its backward may
@@ -32,8 +32,8 @@ class StepCalls:
 
     def __init__(self) -> None:
         self.can_repeat = False
-        self._calls: list[Callable[[], object]] = []
-        self._is_nested = False
+        self._calls: list[Callable[[], object]] = []  # with their detached arguments, in order
+        self._is_nested = False  # within a recorded call, whose inner calls `repeat` makes again anyway
 
     @contextlib.contextmanager
     def record(self, task: TaskModule, trainer: Run) -> Iterator[None]:
@@ -49,10 +49,13 @@ class StepCalls:
             yield
 
     def _run(self, call: Callable[..., Any], *args: object, **options: object) -> Any:
+        """Make a call, and record it if it is not within a recorded one."""
         if self._is_nested:
             return call(*args, **options)
         self.can_repeat = self.can_repeat and not torch.is_grad_enabled()
-        self._calls.append(partial(call, *map_tensors(torch.detach, args), **map_tensors(torch.detach, options)))
+        detached_args = map_tensors(torch.detach, args)
+        detached_options = map_tensors(torch.detach, options)
+        self._calls.append(partial(call, *detached_args, **detached_options))
         self._is_nested = True
         try:
             return call(*args, **options)
@@ -115,10 +118,12 @@ def _modules_below(module: nn.Module) -> Iterator[nn.Module]:
 def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """Set an instance's attribute within the context."""
     attributes = vars(owner)
-    before = {name: attributes[name]} if name in attributes else {}
+    had_attribute = name in attributes
+    old_value = attributes.get(name)
     attributes[name] = value
     try:
         yield
     finally:
         del attributes[name]
-        attributes.update(before)
+        if had_attribute:
+            attributes[name] = old_value

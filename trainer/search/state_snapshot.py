@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-_OPENED = (nn.Module, Optimizer, LRScheduler)  # their attributes are part of the snapshot
+_WITH_ATTRIBUTES = (nn.Module, Optimizer, LRScheduler)  # classes of objects whose attributes are saved too
 
 
 class StateSnapshot:
@@ -30,46 +30,51 @@ class StateSnapshot:
     """
 
     def __init__(self, *roots: object) -> None:
-        self._kept: dict[int, Any] = {}  # by id; a reference to the object keeps its id unique
-        self._steps: list[Callable[[], Any]] = []
-        self._waiting: deque[Any] = deque(roots)
+        self._visited: dict[int, Any] = {}  # by id; a reference to the object keeps its id unique
+        self._restore_steps: list[Callable[[], Any]] = []  # called in order by `restore`
+        self._to_visit: deque[Any] = deque(roots)
         with torch.inference_mode(False):  # inference tensors could not be trained on
-            while self._waiting:  # not recursive: a list may be nested deeper than the stack
-                self._keep(self._waiting.popleft())
+            while self._to_visit:  # not recursive: a list may be nested deeper than the stack
+                self._save(self._to_visit.popleft())
 
     def restore(self) -> None:
         """Restore the state of all objects."""
         with torch.inference_mode(False), torch.no_grad():
-            for step in self._steps:
-                step()
+            for restore_step in self._restore_steps:
+                restore_step()
 
-    def _keep(self, found: object) -> None:
-        if isinstance(found, (str, bytes, int, float, type(None))) or id(found) in self._kept:
+    def _save(self, value: object) -> None:
+        """Save the state of one object, and visit the objects that it refers to later."""
+        if isinstance(value, (str, bytes, int, float, type(None))) or id(value) in self._visited:
             return
-        self._kept[id(found)] = found
-        if isinstance(found, torch.Tensor):
-            self._keep_tensor(found)
-        elif isinstance(found, _OPENED):
-            self._waiting.append(vars(found))
-        elif isinstance(found, dict):
-            self._keep_content(found, dict(found), found.update, found.values())
-        elif isinstance(found, (list, deque)):
-            self._keep_content(found, list(found), found.extend, found)
-        elif isinstance(found, set):
-            self._keep_content(
-                found, set(found), found.update, ()
-            )  # members are hashable, so their values do not change
-        elif isinstance(found, tuple):
-            self._waiting.extend(found)
+        self._visited[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            self._save_tensor(value)
+        elif isinstance(value, _WITH_ATTRIBUTES):
+            self._to_visit.append(vars(value))
+        elif isinstance(value, dict):
+            self._save_content(value, dict(value), value.update, value.values())
+        elif isinstance(value, (list, deque)):
+            self._save_content(value, list(value), value.extend, value)
+        elif isinstance(value, set):
+            no_members = ()  # members are hashable, so their values do not change
+            self._save_content(value, set(value), value.update, no_members)
+        elif isinstance(value, tuple):
+            self._to_visit.extend(value)
         else:
-            self._keep_generator(found)
+            self._save_generator(value)
 
-    def _keep_content(self, found: Any, content: object, fill: Callable[[Any], Any], members: Iterable[Any]) -> None:
-        self._waiting.extend(members)
-        self._steps += [found.clear, partial(fill, content)]
+    def _save_content(
+        self, container: Any, content: object, fill: Callable[[Any], Any], members: Iterable[Any]
+    ) -> None:
+        """Save a container. `fill(content)` fills it again once it is cleared; `members` are visited later."""
+        self._to_visit.extend(members)
+        self._restore_steps.append(container.clear)
+        self._restore_steps.append(partial(fill, content))
 
-    def _keep_tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.is_meta:
+    def _save_tensor(self, tensor: torch.Tensor) -> None:
+        """Copy the values of a tensor to the host. Its gradient is visited later, as another tensor."""
+        if tensor.is_meta:  # without values
             return
         data = tensor.data
         gradient = tensor.grad if tensor.is_leaf else None
@@ -77,7 +82,7 @@ class StateSnapshot:
         local = data.to_local() if hasattr(data, "to_local") else data  # this rank's shard
         saved = local.detach().to("cpu", copy=True)
         if gradient is not None:
-            self._waiting.append(gradient)
+            self._to_visit.append(gradient)
 
         def restore() -> None:
             if tensor.is_leaf:
@@ -88,14 +93,16 @@ class StateSnapshot:
                 tensor.requires_grad_(needs_gradient)
                 tensor.grad = gradient
 
-        self._steps.append(restore)
+        self._restore_steps.append(restore)
 
-    def _keep_generator(self, found: object) -> None:
-        if isinstance(found, torch.Generator):
-            self._steps.append(partial(found.set_state, found.get_state()))
-        elif isinstance(found, np.random.Generator):
-            self._steps.append(partial(setattr, found.bit_generator, "state", found.bit_generator.state))
-        elif isinstance(found, np.random.RandomState):
-            self._steps.append(partial(found.set_state, found.get_state(legacy=False)))
-        elif isinstance(found, random.Random):
-            self._steps.append(partial(found.setstate, found.getstate()))
+    def _save_generator(self, value: object) -> None:
+        """Save the state of a random number generator. Objects of other classes are not saved."""
+        if isinstance(value, torch.Generator):
+            self._restore_steps.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._restore_steps.append(partial(setattr, bits, "state", bits.state))
+        elif isinstance(value, np.random.RandomState):
+            self._restore_steps.append(partial(value.set_state, value.get_state(legacy=False)))
+        elif isinstance(value, random.Random):
+            self._restore_steps.append(partial(value.setstate, value.getstate()))

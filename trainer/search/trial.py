@@ -36,8 +36,9 @@ from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.search.state_snapshot import StateSnapshot
 
+# Outcomes of a trial on one rank.
 _FITS = "fits"
-_FULL = "full"
+_FULL = "full"  # out of memory
 _FAILED = "failed"
 
 
@@ -51,7 +52,7 @@ class StageTrialSteps:
     Args:
         run: the run, at a step boundary.
         show: sets the run that the Trainer's attributes describe.
-        new_clock: receives the training progress and returns the progress of a trial.
+        new_state: receives the training progress and returns a copy for a trial, as the Trainer's `state`.
         alone: run steps without the other ranks.
         remakes_loaders: create the run's loaders again after trials without errors.
     """
@@ -60,22 +61,25 @@ class StageTrialSteps:
         self,
         run: StageRun,
         show: Callable[[StageRun], None],
-        new_clock: Callable[[TrainState], TrainState],
+        new_state: Callable[[TrainState], TrainState],
         *,
         alone: bool,
         remakes_loaders: bool,
     ) -> None:
         self._run = run
         self._show = show
-        self._new_clock = new_clock
+        self._new_state = new_state
         self._alone = alone
         self._processes = run.engine.processes  # the engine of a single-rank trial has none
-        self._engine = run.engine
+        self._engine = run.engine  # within the context, the engine of the trials
         self._remakes = remakes_loaders
         stage = run.running_stage
         self._kind: Stage = "train" if stage is None or stage == "fit" else stage
-        self._stack = ExitStack()
+        self._stack = ExitStack()  # restores everything that `__enter__` has changed
         self._at_end: list[Callable[[], None]] = []
+        # Set by `__enter__`.
+        self._snapshot = StateSnapshot()
+        self._datamodule_attributes: dict[str, Any] | None = None
 
     def __enter__(self) -> StageTrialSteps:
         run = self._run
@@ -112,6 +116,7 @@ class StageTrialSteps:
 
     @staticmethod
     def _attach(run: StageRun) -> None:
+        """Make the steps of the run's engine call its hooks, and the task log into its metrics."""
         run.engine.attach(run.trainer, run.hooks.table, run.logs.metrics)
         log_into(run.task, run.logs.metrics)
 
@@ -120,7 +125,8 @@ class StageTrialSteps:
         run = self._run
         schedulers = [config.scheduler for config in run.loop.schedules.configs]
         generators = _generators_of(run.data.sources.given)
-        self._module = None if run.data.datamodule is None else dict(vars(run.data.datamodule))
+        if run.data.datamodule is not None:
+            self._datamodule_attributes = dict(vars(run.data.datamodule))
         self._snapshot = StateSnapshot(run.task, run.engine.optimizers, schedulers, generators)
         stack.callback(self._restore)
         for logger in run.settings.loggers:
@@ -129,9 +135,9 @@ class StageTrialSteps:
 
     def _restore(self) -> None:
         self._snapshot.restore()
-        if self._module is not None:
+        if self._datamodule_attributes is not None:
             vars(self._run.data.datamodule).clear()
-            vars(self._run.data.datamodule).update(self._module)
+            vars(self._run.data.datamodule).update(self._datamodule_attributes)
 
     def _renew_loaders(self) -> None:
         """Create the run's loaders again, at the same position in the data. Collective if creating a loader is."""
@@ -156,16 +162,18 @@ class StageTrialSteps:
             kinds.append("validate")
         lengths = []
         for kind in kinds:
-            made = run.data.sources.make(kind, run.task)
-            for loader in leaves_of(getattr(made, "iterables", made)):
+            loaders = run.data.sources.make(kind, run.task)
+            for loader in leaves_of(getattr(loaders, "iterables", loaders)):  # those of a CombinedLoader
                 # A validation set may be smaller than a batch, unless incomplete batches are dropped.
                 limits_batch = kind == self._kind or getattr(loader, "drop_last", False)
                 length = _num_samples(loader)
                 if limits_batch and length is not None:
                     lengths.append(length)
-        capacity_here = min(lengths) // run.engine.data_ranks.num_readers if lengths else None
-        capacities = [found for found in self._processes.gather_object(capacity_here) if found is not None]
-        return min(capacities, default=None)
+        capacity_here = None
+        if lengths:
+            capacity_here = min(lengths) // run.engine.data_ranks.num_readers
+        capacities = self._processes.gather_object(capacity_here)
+        return min((capacity for capacity in capacities if capacity is not None), default=None)
 
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage and return the outcome; see `core.run.TrialSteps`."""
@@ -175,8 +183,8 @@ class StageTrialSteps:
         status = _FITS
         reason = ""
         try:
-            with ExitStack() as last:
-                trial = self._begin(last)
+            with ExitStack() as cleanup:
+                trial = self._begin(cleanup)
                 if self._kind == "train":
                     size = trial.data.train().loader.batch_size
                     work: Callable[[], Any] = partial(self._train, trial, _Probe(num_steps, trial, validates=True))
@@ -193,50 +201,58 @@ class StageTrialSteps:
         reports: list[tuple[str, str]] = self._processes.gather_object((status, reason))
         if failure is not None:
             raise failure
-        for rank, (other, text) in enumerate(reports):
-            if other == _FAILED:
+        for rank, (status_of_rank, text) in enumerate(reports):
+            if status_of_rank == _FAILED:
                 raise TrainwrightError(f"rank {rank} failed during trial steps: {text}")
-        found = next((text for other, text in reports if other == _FULL), "")
-        return Trial(fits=all(other == _FITS for other, _ in reports), batch_size=size, reason=found)
+        for status_of_rank, text in reports:
+            if status_of_rank == _FULL:
+                return Trial(fits=False, batch_size=size, reason=text)
+        return Trial(fits=True, batch_size=size, reason="")
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
         """Run training steps and read the loss of each; see `core.run.TrialSteps`."""
 
-        def read(loss: float | torch.Tensor | None) -> bool:
-            share = float("nan") if loss is None else float(loss)
-            losses = self._processes.gather_object(share)
+        def call_after_step(loss: float | torch.Tensor | None) -> bool:
+            # The loss of a rank is weighted such that the mean over ranks is the mean over all data.
+            own_loss = float("nan") if loss is None else float(loss)
+            losses = self._processes.gather_object(own_loss)
             return after_step(sum(losses) / len(losses))
 
         try:
-            with ExitStack() as last:
-                trial = self._begin(last)
-                probe = _Probe(num_steps, trial, before_step=before_step, after_step=read)
+            with ExitStack() as cleanup:
+                trial = self._begin(cleanup)
+                probe = _Probe(num_steps, trial, before_step=before_step, after_step=call_after_step)
                 self._train(trial, probe)
         finally:
             self._forget()
         return probe.done
 
-    def _begin(self, last: ExitStack) -> StageRun:
-        """Set up and return a trial stage; `last` tears it down."""
+    def _begin(self, cleanup: ExitStack) -> StageRun:
+        """Set up and return a trial stage; `cleanup` tears it down."""
         run = self._run
-        clock = self._new_clock(run.state)
-        clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
-        clock.validation_owed = clock.epoch_done = False
+        # The trial begins at the start of the current epoch.
+        state = self._new_state(run.state)
+        state.batch_in_epoch = 0
+        state.step_in_epoch = 0
+        state.samples_in_epoch = 0
+        state.validation_owed = False
+        state.epoch_done = False
         stage = run.running_stage
         sources = run.data.sources
-        progress = run.progress.for_trial(clock)
+        progress = run.progress.for_trial(state)
         trial = StageRun(
             run.trainer, _for_trial(run.settings), progress, stage, run.task, sources, self._engine, is_trial=True
         )
         trial.logs.exchange = None if self._alone else run.logs.exchange
         trial.hooks.table = HookTable((), run.task)
-        last.callback(partial(trial.data.close, keep_state=False))
+        cleanup.callback(partial(trial.data.close, keep_state=False))
         self._show(trial)
-        last.callback(self._show, run)
+        cleanup.callback(self._show, run)
         self._attach(trial)
         return trial
 
     def _train(self, trial: StageRun, probe: _Probe) -> None:
+        """Run training steps until the probe ends them."""
         trial.hooks.table = HookTable((probe,), trial.task)
         self._attach(trial)
         FitLoop(trial).run()
@@ -293,7 +309,8 @@ class _Probe(Callback):
             self._end()
 
     def on_train_epoch_end(self, trainer: Run, task: object) -> None:
-        if self.done == self._done_before:  # no later epoch would have a step either
+        epoch_had_no_step = self.done == self._done_before
+        if epoch_had_no_step:  # no later epoch would have a step either
             self._end()
         if self._validates and trainer.should_stop:
             evaluation.evaluate(self._trial, "validate", max_batches=self._num_steps)
@@ -320,15 +337,15 @@ def _num_samples(loader: object) -> int | None:
     return len(dataset)
 
 
-def _generators_of(given: dict[str, Any]) -> list[Any]:
+def _generators_of(loaders_by_kind: dict[str, Any]) -> list[Any]:
     """Return the random number generators of user-created loaders. Reading an epoch draws from them."""
-    found = []
-    for each in given.values():
-        for loader in leaves_of(getattr(each, "iterables", each)):
+    generators = []
+    for loaders in loaders_by_kind.values():
+        for loader in leaves_of(getattr(loaders, "iterables", loaders)):
             for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                found.append(getattr(part, "generator", None))
-                found.append(getattr(getattr(part, "sampler", None), "generator", None))
-    return [generator for generator in found if generator is not None]
+                generators.append(getattr(part, "generator", None))
+                generators.append(getattr(getattr(part, "sampler", None), "generator", None))  # of a BatchSampler
+    return [generator for generator in generators if generator is not None]
 
 
 def pass_training_data(task: TaskModule, engine: Engine, data: TrainData, state: TrainState) -> None:

@@ -119,11 +119,12 @@ class Tuner:
         finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         sources = _sources(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
         attribute = finder.attribute(model, sources.datamodule)
-        found: LRFinder | None = self._search(method, model, sources, finder)
-        lr = None if found is None or attribute is None else found.examine()[0]  # the search has already warned
-        if lr is not None and attribute is not None:
-            attribute.set(lr)
-        return found
+        results: LRFinder | None = self._search(method, model, sources, finder)
+        if results is not None and attribute is not None:
+            suggestion = results.examine()[0]  # `suggestion()` would repeat the search's warnings
+            if suggestion is not None:
+                attribute.set(suggestion)
+        return results
 
     def _refuse_second(self, kind: type) -> None:
         if any(isinstance(callback, kind) for callback in self._trainer.callbacks):
@@ -132,17 +133,19 @@ class Tuner:
             )
 
     def _search(self, method: str, task: TaskModule, sources: Sources, finder: Finder) -> Any:
+        """Run the search as a stage of the Trainer and return the result of the finder."""
         make_loop = partial(_Search, finder=finder)
-        before = vars(task).get("_run")
+        stage = _KINDS[method]
+        old_trainer = vars(task).get("_run")  # not `task.trainer`, which raises an error without a Trainer
         try:
             with isolate_rng():
-                found = self._trainer._start(_KINDS[method], task, sources, LoadRequest(None), make_loop, is_trial=True)
+                result = self._trainer._start(stage, task, sources, LoadRequest(None), make_loop, is_trial=True)
         finally:
-            if vars(task).get("_run") is not before:
-                task.trainer = before
-        if before is None:
+            if vars(task).get("_run") is not old_trainer:
+                task.trainer = old_trainer
+        if old_trainer is None:
             task.trainer = self._trainer
-        return found
+        return result
 
 
 class _Search:
