@@ -17,7 +17,8 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import HostStorage
-from trainwright.strategies.offload.streaming import Unit, WeightStream
+from trainwright.strategies.offload.streamed_unit import Unit
+from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
 

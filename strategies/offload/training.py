@@ -25,7 +25,8 @@ from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
-from trainwright.strategies.offload.streaming import Unit, WeightStream
+from trainwright.strategies.offload.streamed_unit import Unit
+from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.gradients import HostGradients
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import Strategy, StrategyOutline
@@ -144,7 +145,7 @@ class OffloadEngine(Engine):
             if roots:
                 self.weight_stream = stream
             elif stream is not None:
-                stream.follow(model)
+                stream.follow_model(model)
                 self._streams.add(stream)
         prepared_optimizers = made(optimizers)
         storage = self._state_storage
