@@ -113,7 +113,7 @@ class Unit:
 
         # Gradients on the host, by the index of the parameter
         # Gradients while the parameters are on the device: torch requires `parameter.grad` on the parameter's device.
-        # `move_to_device` sets them, `_copy_to_host` replaces them, and `move_to_host` returns them to `parameter.grad`.
+        # Set by `move_to_device`, replaced by `_copy_to_host`, and moved to `parameter.grad` by `move_to_host`.
         self._host_gradients: list[torch.Tensor | None] = [None] * num_parameters
         # Memory of the first gradient of each step. Allocated once, and reused in each step.
         self._gradient_buffers: list[torch.Tensor | None] = [None] * num_parameters
