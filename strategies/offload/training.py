@@ -20,7 +20,15 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan, made
+from trainwright.strategies.engine import (
+    Engine,
+    Models,
+    Optimizers,
+    Prepared,
+    PreparedModel,
+    TrainingPlan,
+    create_optimizers,
+)
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import PLACES, HostStorage
@@ -159,7 +167,7 @@ class OffloadEngine(Engine):
                 stream.follow_model(model)
                 self._streams.add(stream)
         # After `_offload`: optimizers are created with the final parameters.
-        prepared_optimizers = made(optimizers)
+        prepared_optimizers = create_optimizers(optimizers)
         storage = self._state_storage
         for optimizer in prepared_optimizers:
             self._check_state(optimizer)
