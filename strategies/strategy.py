@@ -188,7 +188,6 @@ class Strategy(metaclass=_StrategyType):
         for name in options:
             if name not in known:
                 raise ConfigurationError(f"{type(self).__name__} has no option {name!r}.{nearest(name, known)}")
-        # Not `dataclasses.replace`: the constructor may have arguments that are no fields, and the reverse.
         changed = copy.copy(self)
         changed._set(**options)
         changed.__post_init__()
