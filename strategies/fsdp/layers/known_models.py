@@ -166,8 +166,8 @@ def ready_plan(
     plan: dict[str, Any] = {}
     for name in names:
         for end, style in styles.items():
-            # For example, "self_attn.q_proj" selects "layers.*.self_attn.q_proj". The dots compare complete parts of the
-            # names: "q" must not select "wq", but must select a module with the full name "q".
+            # For example, "self_attn.q_proj" selects "layers.*.self_attn.q_proj". The dots compare complete parts of
+            # the names: "q" must not select "wq", but must select a module with the full name "q".
             is_selected = f".{name}".endswith(f".{end}")
             if is_selected:
                 name_in_task = f"{prefix}.{name}" if prefix else name
