@@ -250,7 +250,7 @@ class OffloadEngine(Engine):
         @functools.wraps(full_step)
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             if closure is not None:  # it may run forwards and backwards, and optimizers may call it several times
-                result = full_step(closure)
+                result: Any = full_step(closure)
                 storage.store_state(optimizer)
                 return result
             if not can_be_split(optimizer):
