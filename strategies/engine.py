@@ -44,6 +44,8 @@ from trainwright.strategies.units import check_blocks, compile_blocks, is_compil
 if TYPE_CHECKING:
     from trainwright.strategies.context.sequences import SplitSequences  # imports much of torch
 
+# Argument of `Engine.prepare`: existing optimizers, or a function that creates them once the parameters are final. None
+# if nothing is trained.
 MakeOptimizers = Callable[[], list[Optimizer]]
 Models = Sequence[nn.Module]
 Optimizers = Sequence[Optimizer] | MakeOptimizers | None
@@ -110,8 +112,11 @@ class Prepared:
     optimizers: list[Optimizer]
 
 
-def made(optimizers: Optimizers) -> list[Optimizer]:
-    """Return the optimizers that are passed to `Engine.prepare`. Create them if a function is passed."""
+def create_optimizers(optimizers: Optimizers) -> list[Optimizer]:
+    """Return the optimizers that are passed to `Engine.prepare`. Create them if a function is passed.
+
+    Called once the parameters are final, because optimizers keep references to them.
+    """
     if optimizers is None:
         return []
     if callable(optimizers):
@@ -131,19 +136,22 @@ class Engine(LightningMembers):
 
     Attributes:
         capabilities: See `Capabilities`.
-        autocasts: In mixed precision, forwards run under autocast.
-        device: Device that this process computes on.
+        autocasts: True if forwards run under autocast in mixed precision. False in engines whose library
+            casts weights and inputs.
+        device: Device that this process computes on. The CPU before `start`.
         precision: Number formats of weights and computation.
-        processes: All processes, and their communication on the host.
+        processes: All processes, and their communication on the host. One process before `start`.
         data_ranks: Ranks that see different data.
-        mesh: `DeviceMesh` of a strategy whose ranks have named axes. None means that all ranks replicate the model.
+        mesh: `DeviceMesh` of a strategy whose ranks have named axes, set by `start`. None means that all ranks
+            replicate the model.
         gradients: Clips, scales and frees the gradients of the models.
-        optimizers: The optimizers, in the task's order.
+        task: The task of a Trainer, set by `prepare_task`. Missing in user-written loops.
+        optimizers: A Trainer's optimizers, in the task's order. Empty in user-written loops.
         scaler: Loss scaler for float16 mixed precision. None in other precisions, and before optimizers are created.
         state: Reads and writes the task's state by the task's names. Set by `prepare_task`.
         step: Runs the optimizer steps. Set by `attach`.
         phase: Where a Trainer is in its optimizer step. Set by the training loop, and by manual optimization.
-        conversions: Callbacks that `close` calls to undo converted layers and compiled blocks.
+        conversions: Callbacks that `close` calls to undo converted layers, compiled blocks and a replaced `task.log`.
         sequences: Splits the sequences of batches over ranks. None means that sequences are not split.
         when_configured: Called after the task's `configure_model`, in the context in which it builds the model (on the
             device `meta` with FSDP, in shards with DeepSpeed). None calls nothing.
@@ -151,6 +159,8 @@ class Engine(LightningMembers):
     """
 
     autocasts: bool = True
+    # Missing until they are set, so that a use before that is an AttributeError.
+    task: TaskModule
     state: FullState
     step: Step
 
@@ -169,9 +179,10 @@ class Engine(LightningMembers):
         self.sequences: SplitSequences | None = None
         self.when_configured: Callable[[], None] | None = None
         self.when_built: Callable[[], None] | None = None
-        # `call(name, *args)` runs a step in the engine. None calls the task's method.
+        # `call(name, *args)` runs a step in the engine. None calls the task's method. Set by `_set_calls`.
         self._training_call: Callable[..., Any] | None = None
         self._eval_call: Callable[..., Any] | None = None
+        # Context of each forward, set by `prepare_task`.
         self._context: AbstractContextManager[Any] | None = None
         self.phase = Phase.BETWEEN_STEPS
         self.conversions = ExitStack()
@@ -225,7 +236,7 @@ class Engine(LightningMembers):
         """
         for model in models:
             self._place(model)
-        return Prepared([PreparedModel.unchanged(model) for model in models], made(optimizers))
+        return Prepared([PreparedModel.unchanged(model) for model in models], create_optimizers(optimizers))
 
     def prepare_task(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         """Build a Trainer's model, prepare it, and set the attributes that the steps use. Collective.
@@ -239,7 +250,7 @@ class Engine(LightningMembers):
         self._build(task)
         if self.when_built is not None:
             self.when_built()
-        # The dtype before the conversion, which reads it.
+        # Before the conversion, which reads the dtype of the layers.
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
         # Before `prepare`, which may shard the converted layers and create the optimizers of their parameters.
@@ -274,18 +285,21 @@ class Engine(LightningMembers):
         return self.gradients.make_scaler()
 
     def _set_calls(self, model: PreparedModel, root: StepModule) -> None:
-        """Set the functions that a Trainer's steps call."""
+        """Set the functions that a Trainer's steps call, and compile them if the settings request it."""
         self._training_call = None if model.call is self.task else model.call
         self._eval_call = model.evaluate
         if self.settings.compile_options is None:
             return
-        compiled = self._compile(root)
+        # Evaluation calls the root without the wrapper of the training, such as DistributedDataParallel, so that both
+        # are compiled. With `compile_blocks`, the first call compiles the blocks in place, which root and wrapper
+        # contain, and both calls return their argument.
+        compiled_root = self._compile(root)
         if self._training_call is None:
-            self._training_call = compiled
+            self._training_call = compiled_root
         else:
             self._training_call = self._compile(self._training_call)
         if self._eval_call is None:
-            self._eval_call = compiled
+            self._eval_call = compiled_root
 
     def make_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
@@ -300,25 +314,32 @@ class Engine(LightningMembers):
         return FullState(models, optimizers, self.device, is_main=self.is_main, names=names)
 
     def _compile(self, module: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a compiled `module`, or compile the task's repeated blocks in place and return `module` itself.
+        """Compile a callable of a Trainer's steps, and return the callable to use instead.
 
-        The settings choose between the two. A compiled `module` calls `task.log` outside of the graph.
+        By default, the result is a compiled function, in which `task.log` runs outside of the graph. With
+        `compile_blocks`, the task's repeated blocks are compiled in place, and the result is `module` itself. `close`
+        undoes both. User-written loops call `compile_model` instead, which has no task.
+
+        Raises:
+            ConfigurationError: With `compile_blocks`, the task has no repeated blocks.
         """
         task = self.task
+        options = self.settings.compile_options or {}
         if self.settings.compile_blocks:
             blocks = repeated_blocks(task)
             check_blocks(task, blocks)
-            for block in compile_blocks(blocks, self.settings.compile_options or {}):
+            for block in compile_blocks(blocks, options):
                 self.conversions.callback(vars(block).pop, "_compiled_call_impl", None)
             return module
-        if "log" not in vars(task):
-            uncompiled = torch.compiler.disable(task.log)  # type: ignore[no-untyped-call]  # torch has no types here
-            object.__setattr__(task, "log", uncompiled)
-        compiled: Callable[..., Any] = torch.compile(module, **(self.settings.compile_options or {}))
+        if "log" not in vars(task):  # neither replaced here before, nor by the user
+            uncompiled_log = torch.compiler.disable(task.log)  # type: ignore[no-untyped-call]  # torch has no types here
+            object.__setattr__(task, "log", uncompiled_log)
+            self.conversions.callback(vars(task).pop, "log", None)
+        compiled: Callable[..., Any] = torch.compile(module, **options)
         return compiled
 
     def attach(self, trainer: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
-        """Create the step. Called after `prepare_task`, and again whenever the callbacks change.
+        """Create the step, and close the previous one. Called after `prepare_task`, and again when callbacks change.
 
         Args:
             trainer: The run that is passed to hooks.
@@ -361,6 +382,7 @@ class Engine(LightningMembers):
             step.close()
 
     def _enter(self, phase: Phase) -> None:
+        """Set the phase. Called by steps with manual optimization."""
         self.phase = phase
 
     # Evaluation, saves, trials
@@ -375,13 +397,13 @@ class Engine(LightningMembers):
         """Record that weights may have been written outside of a step. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale. Sub-classes add state of their own."""
+        """Return the engine's own state, besides `state`: here the loss scale. Empty without a scaler."""
         if self.scaler is None:
             return {}
         return {"scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore the result of `state_dict`. An entry that is missing is not restored."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -412,7 +434,8 @@ class Engine(LightningMembers):
 
         Args:
             alone: Each rank trains its own replica, without communication in steps. A rank that runs out of memory then
-                does not block the others. Collective at the end. After an exception, only `close` may be called.
+                does not block the others. Collective at the end. After an exception, only `close` may be called. False
+                yields this engine itself.
 
         Raises:
             ConfigurationError: This engine cannot undo steps, or cannot run a step on one process.
@@ -420,6 +443,7 @@ class Engine(LightningMembers):
         if not self.capabilities.trials:
             raise ConfigurationError(f"a search {REFUSALS['trials'].format(strategy=type(self.strategy).__name__)}")
         scaler = self.scaler
+        # A copy, because trial steps change the scale.
         trial_scaler = None
         if scaler is not None:
             trial_scaler = self.gradients.make_scaler()
@@ -440,7 +464,10 @@ class Engine(LightningMembers):
 
     @contextmanager
     def _alone(self) -> Iterator[Engine]:
-        """Yield an engine of one process for the prepared task. Collective at the end."""
+        """Yield an engine of one process for the prepared task. Collective at the end.
+
+        The engine is not started or closed: it uses the device, the task and the optimizers of this one.
+        """
         if not self.capabilities.independent_steps:
             raise ConfigurationError(
                 f"a search {REFUSALS['independent_steps'].format(strategy=type(self.strategy).__name__)}"
@@ -455,9 +482,10 @@ class Engine(LightningMembers):
         single._context = self._context
         single.state = FullState(self.task, self.optimizers, self.device, is_main=self.is_main)
         if self.settings.compile_options is not None:
-            compiled = single._compile(StepModule(self.task))
-            single._training_call = compiled
-            single._eval_call = compiled
+            # A root without the wrapper, whose backward communicates. Blocks and `task.log` are compiled already.
+            compiled_root = single._compile(StepModule(self.task))
+            single._training_call = compiled_root
+            single._eval_call = compiled_root
         yield single
         single._drop_step()
 
@@ -480,23 +508,25 @@ class Engine(LightningMembers):
         self.strategy = strategy
 
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a prepared model if the settings request it, and return the callable. Not collective.
+        """Compile a model of a user-written loop if the settings request it, and return the callable. Not collective.
 
-        With `compile_blocks`, a model without repeated blocks is compiled as a whole. Blocks stay compiled after
-        `close`.
+        With `compile_blocks`, the model's repeated blocks are compiled in place, and `prepared` is returned. They stay
+        compiled after `close`. A model without repeated blocks is compiled as a whole.
 
         Args:
             model: The user's model. A compiled module is not compiled again.
-            prepared: `PreparedModel.call` of the model.
+            prepared: `PreparedModel.call` of the model. If it is not a module, it is returned unchanged.
         """
         options = self.settings.compile_options
-        if options is None or is_compiled_module(model) or not isinstance(prepared, nn.Module):
+        if options is None:
+            return prepared
+        if is_compiled_module(model) or not isinstance(prepared, nn.Module):
             return prepared
         if self.settings.compile_blocks:
             blocks = repeated_blocks(model)
             compile_blocks(blocks, options)
             if blocks:
-                return prepared
+                return prepared  # it contains the blocks
         compiled: Callable[..., Any] = torch.compile(prepared, **options)
         return compiled
 
@@ -556,13 +586,10 @@ class Engine(LightningMembers):
         """
 
     def close(self) -> None:
-        """Undo converted layers and compiled blocks, and close the step and communication.
+        """Undo converted layers, compiled blocks and a replaced `task.log`, and close the step and communication.
 
         Does not wait for other processes. The weights keep their device and dtype.
         """
-        task = getattr(self, "task", None)
-        if task is not None:
-            vars(task).pop("log", None)
         self._drop_step()
         self._training_call = None
         self._eval_call = None

@@ -3,6 +3,9 @@
 A group is the micro-batches of one optimizer step. Only micro-batches that a loop begins are counted, because a loop
 may train a batch in several parts, fetch several batches before it trains the first one, or skip batches. A prepared
 loader reports in a `Pass` what it delivers.
+
+Terms: a block is the context of one micro-batch, such as the body of `with accelerator.accumulate()`. Sums are the
+accumulated gradients of the earlier micro-batches of a group. A round is one batch on each data-parallel rank.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ class LoopGradients:
         parameters: Function that returns the parameters with accumulated gradients of models. `()`: of all models.
         scales_loss: Losses are scaled for fp16. Default: False.
         averages_each: Every backward averages gradients over ranks, not only the last one of a group. Default: False.
+
+    Attributes:
+        unit: Divisor of sums over items, a power of two. Without loss scaling, it is 1. With it, None before the first
+            call of `agree_on_unit`.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class LoopGradients:
         self.ranks = ranks
         self.device = device
         self.parameters = parameters
-        # Sums over items may overflow fp16. They are then divided by an estimate of the count, which is 1 otherwise.
+        # Sums over items may overflow fp16, so that they are divided by an estimate of the count.
         self.unit: float | None = None if scales_loss else 1.0
         self._warns_of_no_items = True
 
@@ -104,9 +111,11 @@ class StepGroup:
         loop: See `LoopGradients`.
 
     Attributes:
-        position: Number of the current micro-batch in the group (1-based).
-        is_complete: An optimizer step follows the current micro-batch.
-        has_failed: The last micro-batch raised an error, so that no optimizer step followed.
+        models: The models. Referenced, so that no other model gets the same id; see `StepGroups`.
+        habit: Predicts which micro-batch is the last one of a pass.
+        position: Number of the current micro-batch in the group (1-based). 0 before the first one.
+        is_complete: An optimizer step follows the current micro-batch. Also True before the first micro-batch.
+        has_failed: The last micro-batch of the group raised an error, so that no optimizer step followed.
         is_short: The group is complete, because its loader has ended, with fewer micro-batches than usual.
         num_losses: Number of losses that were weighed since the last optimizer step.
         lacks_backward: The current micro-batch is the last one, and only earlier ones have run a backward so far.
@@ -115,25 +124,33 @@ class StepGroup:
     """
 
     def __init__(self, models: Sequence[nn.Module], loop: LoopGradients) -> None:
-        self.models = models  # referenced, so that no other model gets the same id
+        self.models = models
         self._loop = loop
         self.habit = Habit()
         self.position = 0
         self.is_complete = True
         self.has_failed = False
         self.is_short = False
-        self._num_steps = 1
-        self._is_mean = False
-        self._divisor: float = 1  # of losses before the last micro-batch
-        self._num_missing = 0  # micro-batches of padding in the group, over all ranks
         self.micro_batch = FULL
-        self._is_corrected = False
         self.num_losses = 0
         self.lacks_backward = False
-        self._has_sums = False  # gradients of earlier micro-batches
-        self._num_items: Any = None  # of this rank's earlier micro-batches; None: they have no counts
-        self._counted_at = 0  # position of the newest micro-batch with a count
         self.factor_after_backward: Any = None
+        # Arguments of the last `begin`.
+        self._num_steps = 1
+        self._is_mean = False
+        # Divisor of the losses before the last micro-batch, set in the first one.
+        self._divisor: float = 1
+        # Micro-batches of padding in the group so far: of all ranks, or of this rank if gradients are not averaged.
+        self._num_missing = 0
+        # True if the current micro-batch is not the first one of the group with a loss. Set when it begins.
+        self._has_sums = False
+        # True once the sums of this group were multiplied, which must happen only once.
+        self._is_corrected = False
+        # Number of items in this rank's micro-batches before the last one. None if no loss had a count so far, and
+        # after the last one.
+        self._num_items: Any = None
+        # Position of the newest micro-batch with a count. 0 if there is none.
+        self._counted_at = 0
 
     @property
     def is_open(self) -> bool:
@@ -143,7 +160,10 @@ class StepGroup:
     @property
     def has_unfinished_sums(self) -> bool:
         """True if there are gradients that were neither averaged over ranks nor divided by the number of items."""
-        if not self.num_losses or (self.is_complete and not self.lacks_backward):
+        if not self.num_losses:
+            return False
+        has_run_last_backward = self.is_complete and not self.lacks_backward
+        if has_run_last_backward:
             return False
         is_local = self._loop.num_averaged > 1 and not self._loop.averages_each
         return is_local or self._num_items is not None
@@ -174,10 +194,12 @@ class StepGroup:
         is_last = False
         self.micro_batch = FULL
         if reading is not None:
-            if not self.habit.begin(reading):
+            is_expected = self.habit.begin(reading)
+            if not is_expected:
                 _warn_of_late_micro_batch()
             is_last = ends_with_data and self.habit.is_last(reading, num_steps)
             self.micro_batch = reading.batch(self.habit.batch_number())
+            # Padding is delivered last, so that the newest batch of the pass shows whether there is any.
             has_padding = self.micro_batch.is_padding or reading.batch().is_padding
             if has_padding and self.habit.is_ambiguous:
                 _warn_of_ambiguous_padding()
@@ -193,7 +215,10 @@ class StepGroup:
         self.lacks_backward = self.is_complete and self._has_sums
 
     def begin_alone(self, micro_batch: MicroBatch, num_steps: int) -> None:
-        """Begin a group of one micro-batch, whose loss is divided by `num_steps` nevertheless."""
+        """Begin a group in a loop without blocks. Its losses are divided by `num_steps`, as in Accelerate.
+
+        The caller sets `is_complete`.
+        """
         self.reset()
         self.position = 1
         self._num_steps = num_steps
@@ -203,7 +228,7 @@ class StepGroup:
         self._count_missing(micro_batch)
 
     def continue_alone(self, micro_batch: MicroBatch) -> None:
-        """Begin the next micro-batch of a group that the loop determines itself."""
+        """Begin the next micro-batch of a group that the loop determines by `set_sync_gradients`."""
         self.position += 1
         self._has_sums = self.num_losses > 0
         self.micro_batch = micro_batch
@@ -216,7 +241,7 @@ class StepGroup:
         self.has_failed = False
         self.is_short = False
         self._num_missing = 0
-        self._counted_at = 0
+        self._counted_at = 0  # `drop_sums` keeps it: the current micro-batch continues there
         self._is_corrected = False
         self.drop_sums()
         self.factor_after_backward = None
@@ -236,7 +261,7 @@ class StepGroup:
             self._num_missing += self._loop.num_readers - micro_batch.num_real
 
     def _expected_divisor(self, reading: Pass) -> float:
-        """Return the number of micro-batches in the group whose first one has begun."""
+        """Return the expected number of micro-batches of the group. Called in its first micro-batch."""
         num_left = self.habit.num_left(reading, self._num_steps)
         if num_left is None:  # the length of the data is unknown
             return self._num_steps
@@ -257,6 +282,8 @@ class StepGroup:
     def divide(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss divided by the number of micro-batches in the group. 0 for padding.
 
+        The last micro-batch also corrects the sums if their divisor was not the right one.
+
         Raises:
             TaskError: Earlier micro-batches of the group have counts of items.
         """
@@ -265,6 +292,8 @@ class StepGroup:
         divisor = self._divisor
         if self.is_complete:
             final = self._final_divisor
+            # If the sums can be corrected only after the backward, this loss gets the same divisor as the sums, because
+            # the correction multiplies all gradients.
             if final != divisor and self._correct_sums(divisor / final):
                 divisor = final
         if self.micro_batch.is_padding:
@@ -290,7 +319,7 @@ class StepGroup:
         Raises:
             TaskError: `num_items` is not a count, is passed twice for one micro-batch, or was not passed before.
         """
-        count = _checked(num_items)
+        count = _checked_count(num_items)
         if self.micro_batch.is_padding:
             count = 0
         if self._num_items is None and self.num_losses > 1:
@@ -308,11 +337,12 @@ class StepGroup:
         self._counted_at = self.position
         if not self.is_complete:
             self._num_items = total
+            # The mean over items times their number is the sum over items.
             weight = _as_factor(count, unit, loss)
         else:
             has_earlier_items = self._num_items is not None
             self._num_items = None
-            weight, factor_of_sums = self._shares(count, total, unit, loss)
+            weight, factor_of_sums = self._weight_and_factor(count, total, unit, loss)
             if has_earlier_items and not self._correct_sums(factor_of_sums):
                 # All losses then get their weights after the last backward, so this one is a sum like the others.
                 weight = _as_factor(count, unit, loss)
@@ -320,7 +350,11 @@ class StepGroup:
         return weighed
 
     def _correct_sums(self, factor: float | torch.Tensor) -> bool:
-        """Multiply the accumulated gradients. Return False if the engine can do so only after the last backward."""
+        """Multiply the accumulated gradients, once per group. The last micro-batch calls this before its backward.
+
+        Return True if they are correct now. Return False if the engine can multiply them only after the last backward;
+        `factor_after_backward` is then set.
+        """
         if self._is_corrected or not self._has_sums:
             return True
         if not self._loop.gradients.scales_sums:
@@ -331,14 +365,24 @@ class StepGroup:
         return True
 
     def correct_after_backward(self) -> None:
-        """Multiply the gradients after the last backward, because the engine could not do so before."""
+        """Multiply the gradients by `factor_after_backward`, which must not be None."""
         factor = self.factor_after_backward
         self.factor_after_backward = None
         self._is_corrected = True
         self._loop.gradients.scale(self._loop.parameters(self.models), factor)
 
-    def _shares(self, count: Any, total: Any, unit: float, loss: torch.Tensor) -> tuple[Any, Any]:
-        """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
+    def _weight_and_factor(self, count: Any, total: Any, unit: float, loss: torch.Tensor) -> tuple[Any, Any]:
+        """Return the weight of the last micro-batch's loss, and the factor for the sums of the earlier ones.
+
+        For example, one rank has micro-batches of 2 and 6 items, and the unit is 1. The weight of the last loss, a mean
+        over 6 items, is 6/8. The sum over the first 2 items is multiplied by 1/8. Collective if gradients are averaged.
+
+        Args:
+            count: Items of the last micro-batch on this rank.
+            total: Items of all micro-batches of the group on this rank.
+            unit: Number by which the sums were divided.
+            loss: The last loss.
+        """
         loop = self._loop
         num_ranks = loop.num_averaged
         if num_ranks == 1 and not isinstance(total, torch.Tensor):
@@ -365,13 +409,16 @@ class StepGroups:
         loop: See `LoopGradients`.
         num_steps: Micro-batches of a group.
         ends_with_data: The last micro-batch of a pass completes a short group. False: the next pass continues it.
-        short_group: `"mean"`: losses of a short group are divided by its number of micro-batches. Otherwise by
-            `num_steps`, with one warning if it is None and `warns` is True.
+        short_group: `"mean"` divides the losses of a short group by its number of micro-batches. `"steps"` divides them
+            by `num_steps`. None is `"steps"`, with one warning if `warns` is True.
+        warns: See `short_group`. Default: False.
 
     Attributes:
         num_steps: Micro-batches of a group. May be changed.
-        sync_gradients: An optimizer step follows the current micro-batch.
+        sync_gradients: An optimizer step follows the current micro-batch. Set by `begin`, by `end` of an inner block,
+            and by `set_sync_gradients`. True between passes.
         has_set_sync: `set_sync_gradients` was called.
+        warns: True until the warning of a short group.
     """
 
     def __init__(
@@ -391,15 +438,19 @@ class StepGroups:
         self.warns = warns and short_group is None
         # By the ids of their models, in order: `accumulate(a, b)` and `accumulate(b, a)` count their own micro-batches.
         self._groups: dict[tuple[int, ...], StepGroup] = {}
-        self._current: StepGroup | None = None  # of the newest block
-        self._is_inside = False  # a block
-        self._outer: list[StepGroup | None] = []  # groups of the blocks around the newest one
-        # The pass and its number of delivered batches when the newest block began.
+        # The group of the newest block. After the block, it remains until the next loss, which may be computed or
+        # weighed outside of the block. None before the first block, and after such a loss.
+        self._current: StepGroup | None = None
+        self._is_inside = False  # True within a block
+        self._outer: list[StepGroup | None] = []  # groups of the blocks around the newest one, the innermost last
+        # The innermost pass and its number of delivered batches when the newest block began. If the number has changed
+        # since then, the loop has received a batch that belongs to no block yet.
         self._delivered_at_block: tuple[Pass | None, int] = (None, 0)
         self._alone = StepGroup((), loop)  # of backwards in a loop without blocks
         self._weighing = self._alone  # the group of the newest loss
         self._passes: list[Pass] = []  # the innermost one is the last
-        self._ended: Pass | None = None  # the newest training pass, if it was read to its end
+        # The newest training pass, if it was read to its end. A loop may train its last batches afterwards.
+        self._ended: Pass | None = None
         self.has_set_sync = False
         # The next micro-batch of a loop that has called `set_sync_gradients` is the first one of a group.
         self._begins_own_group = True
@@ -419,7 +470,7 @@ class StepGroups:
             self._ended = None
 
     def end_pass(self, reading: Pass) -> None:
-        """Record the end of a pass, complete or not."""
+        """Record the end of a pass, which the loop may have left early."""
         self._passes = [other for other in self._passes if other is not reading]
         if reading.is_exhausted and reading.trains:
             self._ended = reading
@@ -503,10 +554,14 @@ class StepGroups:
             )
 
     def discard_open(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Free gradients that are not in `grad`. Their next micro-batch starts a new group.
+        """Discard the sums of open groups, whose `grad` the caller frees, and gradients that are not in `grad`.
 
-        While a loader is read, the group of the newest micro-batch continues, without the losses before it. The method
-        searches for its gradients only if there may be some, because it is called in every step.
+        Called when gradients are set to zero. While a loader is read, the group of the newest micro-batch continues,
+        without the losses before it. Otherwise, the next micro-batch starts a new group.
+
+        Args:
+            parameters: Returns the parameters whose gradients are set to zero. Called only if there may be sums,
+                because this method is called in every step.
         """
         if self._passes:
             group = self._current
@@ -529,6 +584,8 @@ class StepGroups:
                 group.reset()
 
     def _overlaps(self, group: StepGroup, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether some parameters have accumulated gradients of a group's models."""
+        # By id, because tensors compare by their elements.
         return not set(map(id, parameters)).isdisjoint(map(id, self._loop.parameters(group.models)))
 
     def refuse_unfinished(self, optimizer: Optimizer) -> None:
@@ -551,10 +608,15 @@ class StepGroups:
     def num_held(self, reading: Pass) -> int:
         """Return the number of batches that the loop has received in a pass, but not begun to train.
 
-        0 in a loop that begins no micro-batches of this loader in blocks.
+        With several groups, a batch counts as begun once one of them has begun it. 0 in a loop that begins no
+        micro-batches of this loader in blocks.
         """
-        numbers = [group.habit.num_held(reading) for group in self._groups.values()]
-        return min((number for number in numbers if number is not None), default=0)
+        numbers = []
+        for group in self._groups.values():
+            number = group.habit.num_held(reading)
+            if number is not None:
+                numbers.append(number)
+        return min(numbers, default=0)
 
     def refuse_open(self) -> None:
         """Raise an error before a save if a group is not complete, because its gradients are not saved.
@@ -594,7 +656,12 @@ class StepGroups:
     # Weights
 
     def weigh(self, loss: torch.Tensor, num_items: object = None) -> torch.Tensor:
-        """Return a loss with its weight in the group; see `StepGroup.divide`, and with items `StepGroup.weigh`."""
+        """Return a loss with its weight in the group; see `StepGroup.divide`, and with items `StepGroup.weigh`.
+
+        Args:
+            loss: The loss of the current micro-batch.
+            num_items: Number of items over which the loss is the mean. Default: None, the mean over micro-batches.
+        """
         group = self._current if self._is_inside else None
         if group is None:
             if num_items is None and self._is_plain:
@@ -624,7 +691,7 @@ class StepGroups:
         """Return the group of the block that has just ended, or else a group of one micro-batch."""
         if self._current is not None:
             group = self._current
-            self._current = None
+            self._current = None  # for one loss only
             return group
         if self._begins_own_group or not self.has_set_sync:
             self._alone.begin_alone(self.micro_batch, self.num_steps)
@@ -668,7 +735,7 @@ class MicroBatchBlock:
         no_sync: Returns a context in which the backward of models averages no gradients over ranks.
     """
 
-    __slots__ = ("_groups", "_held_back", "_models", "_no_sync")
+    __slots__ = ("_groups", "_models", "_no_sync", "_no_sync_context")
 
     def __init__(
         self,
@@ -679,15 +746,16 @@ class MicroBatchBlock:
         self._groups = groups
         self._models = models
         self._no_sync = no_sync
-        self._held_back: AbstractContextManager[Any] | None = None
+        # The context of `no_sync` within this block. None if the backward averages gradients.
+        self._no_sync_context: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         self._groups.begin(self._models)
         if self._groups.averages_now:
             return
         try:
-            self._held_back = self._no_sync(self._models)
-            self._held_back.__enter__()
+            self._no_sync_context = self._no_sync(self._models)
+            self._no_sync_context.__enter__()
         except BaseException:
             self._groups.end(has_failed=True)
             raise
@@ -696,13 +764,13 @@ class MicroBatchBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._held_back is not None:
-                self._held_back.__exit__(kind, error, trace)
+            if self._no_sync_context is not None:
+                self._no_sync_context.__exit__(kind, error, trace)
         finally:
             self._groups.end(has_failed=error is not None)
 
 
-def _checked(num_items: object) -> Any:
+def _checked_count(num_items: object) -> Any:
     """Return a count of items, which may be a tensor with one element."""
     if isinstance(num_items, torch.Tensor):
         if num_items.numel() == 1 and num_items.dtype is not torch.bool:

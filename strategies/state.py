@@ -19,7 +19,7 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, nearest
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import is_sharded
 
-# This package's name → the same, and the name and the value of torch's `StateDictType`.
+# This package's name → accepted names, in lower case: its own, and the name and the value of torch's `StateDictType`.
 _STATE_DICT_TYPES = {
     "full": ("full", "full_state_dict", "1"),
     "sharded": ("sharded", "sharded_state_dict", "3"),
@@ -34,7 +34,7 @@ class FullState:
     Args:
         task: The prepared task.
         optimizers: Its optimizers.
-        device: Device on which shards are gathered.
+        device: Device of the collectives that gather shards. The results are on the host.
         is_main: True on the main rank, which alone receives the values of gathered tensors.
         names: Names of parameters that are in the optimizers but not in the task. Default: None.
     """
@@ -75,7 +75,7 @@ class FullState:
 
         Called once for each save on every rank with the same tree, if `saves_shards` is True. Not collective. If
         several ranks hold the same values, only one may return them. A tensor that is in the tree twice must be
-        replaced by the same object twice.
+        replaced by the same object twice, so that it is written once.
         """
         return tree
 
@@ -102,8 +102,8 @@ class FullState:
     def check_model_state(self, state: Mapping[str, Any]) -> None:
         """Check names and shapes of full weights and buffers, without loading them. Not collective.
 
-        `load_model_state` changes the weights that fit before it reports the others. Modules that convert names while
-        loading are not checked.
+        `load_model_state` changes the weights that fit before it reports the others. A task in which a module converts
+        names or shapes while loading is not checked.
 
         Raises:
             CheckpointError: Names or shapes differ.
@@ -117,7 +117,7 @@ class FullState:
             saved = in_checkpoint.get(name)
             if not isinstance(value, torch.Tensor) or saved is None:
                 continue
-            full = self.missing_like(value)
+            full = self.missing_like(value)  # the value may be a shard of another shape
             if full is None:
                 full = value
             if tuple(saved.shape) != tuple(full.shape):
@@ -147,6 +147,7 @@ class FullState:
         check_named_optimizer_state(optimizer, state, self._parameter_names())
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Return the names of the task's parameters, and of parameters that are only in the optimizers."""
         return self._names | {parameter: name for name, parameter in self._task.named_parameters()}
 
     # Single tensors
@@ -202,6 +203,9 @@ class FullState:
 
         Parameters without a gradient are omitted. The result is empty if the engine hides gradients. Must be called
         between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and unscaled.
+
+        Args:
+            keep: See `full_parameters`. Default: True.
         """
         full = {}
         for name, parameter in self._task.named_parameters():
@@ -210,6 +214,7 @@ class FullState:
         return full
 
     def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+        """Return an unsharded tensor unchanged. Gather a sharded one: to the host if `keep` is True, else to `meta`."""
         if not is_sharded(tensor):
             return tensor
         from trainwright.strategies.shards import gather_full  # imports DTensor
@@ -246,6 +251,7 @@ class JointState(FullState):
         return any(part.saves_shards for _, part in self._parts)
 
     def shards_of(self, tree: object) -> Any:
+        # Each part replaces the tensors that are sharded in its way, and keeps the others.
         for _, part in self._parts:
             tree = part.shards_of(tree)
         return tree
@@ -258,7 +264,8 @@ class JointState(FullState):
         return joint
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        states: dict[int, dict[str, Any]] = {}  # by the id of the optimizer, which has no equality of its own
+        # By id, because the parts have the optimizers in another order. An optimizer exists as long as `self`.
+        states: dict[int, dict[str, Any]] = {}
         for prefix, part in self._parts:
             for optimizer, state in zip(part.optimizers, part.optimizer_states(), strict=True):
                 states[id(optimizer)] = _renamed(state, add=prefix)

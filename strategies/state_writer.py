@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainwright.checkpoint import AsyncWriter, Contents, Draft, SaveGroup, Snapshot, plan_share, write_checkpoint
 from trainwright.checkpoint.format.writer import plain_metrics
@@ -24,8 +23,8 @@ class SaveTarget:
     Attributes:
         path: Folder of the checkpoint.
         metrics: Metrics for the checkpoint's manifest.
-        then: Called on the main rank with `path` after publication.
-        must_be_new: See `SaveRequest`.
+        then: Called on the main rank with `path` after publication, in the writer's thread if the save is asynchronous.
+        must_be_new: See `SaveRequest`. Default: False.
     """
 
     path: Path
@@ -38,8 +37,12 @@ class StateWriter:
     """Writer of checkpoints, in the background if there is an asynchronous writer.
 
     The main rank writes a full checkpoint. Of a sharded checkpoint, each rank writes its shards, and the main rank also
-    the unsharded values: first all ranks check that they can write. Then each rank writes on its own. The main rank
-    waits until the others have reported their files, and publishes the checkpoint.
+    the unsharded values, in this order:
+
+    1. The main rank creates the folders.
+    2. All ranks plan and check their files. If one rank cannot write, all ranks raise.
+    3. Each rank writes on its own, and reports its files in the group's store.
+    4. The main rank waits until the others have reported their files, and publishes the checkpoint.
 
     Args:
         engine: The engine of the run.
@@ -49,8 +52,10 @@ class StateWriter:
     def __init__(self, engine: Engine, writer: AsyncWriter | None) -> None:
         self._engine = engine
         self._writer = writer
+        # The ranks' communication about sharded saves, and the processes that it uses. None before the first one.
+        # Created again if the engine has other processes, such as in `Engine.reunited`.
         self._group: SaveGroup | None = None
-        self._processes: Any = None  # the processes of the group
+        self._processes: Processes | None = None
 
     def save(
         self,
@@ -61,7 +66,9 @@ class StateWriter:
         at_once: bool = False,
         alone: bool = False,
     ) -> None:
-        """Write a snapshot to one or more checkpoints. Collective. After the return, the state may change.
+        """Write a snapshot to one or more checkpoints. Collective, except with `alone`.
+
+        After the return, the state may change: an asynchronous writer has copied it.
 
         Args:
             snapshot: This rank's snapshot.
@@ -93,28 +100,33 @@ class StateWriter:
         before: Callable[[], None],
         writer: AsyncWriter | None,
     ) -> None:
+        """Write a sharded checkpoint in the four steps that are described above. Collective."""
+        # Both are filled by `begin`, and so only on the main rank. They are lists of this method and not results of
+        # `begin`, whose result is sent to all ranks, and so that `finally` closes drafts also if `begin` fails.
         drafts: list[Draft] = []
-        share: list[Contents] = []
+        main_contents: list[Contents] = []
         names = _names(targets)
 
         def begin() -> list[Path]:
             before()
-            share.append(plan_share(snapshot, 0))
+            contents = plan_share(snapshot, 0)
+            main_contents.append(contents)
             for target in targets:
-                drafts.append(Draft(target.path, must_be_new=target.must_be_new))
-                drafts[-1].make_folders(share[0])
+                draft = Draft(target.path, must_be_new=target.must_be_new)
+                drafts.append(draft)
+                draft.make_folders(contents)
             return [draft.folder for draft in drafts]
 
         try:
             folders = self._engine.processes.on_main_rank(begin, f"write {names}")
-            contents = self._agree(partial(self._prepare, snapshot, share, folders, writer), names)
+            contents = self._agree(partial(self._prepare, snapshot, main_contents, folders, writer), names)
             if not self._engine.is_main:
                 for target, folder in zip(targets, folders, strict=True):
-                    self._do(writer, target, partial(self._save_group().write_share, folder, contents))
+                    self._run(writer, target, partial(self._save_group().write_share, folder, contents))
             publish = partial(self._publish, contents, targets, drafts, writer)
             self._engine.processes.on_main_rank(publish, f"write {names}")
         finally:
-            for draft in drafts:  # those that were not published
+            for draft in drafts:  # `_publish` has removed the others
                 draft.close()
 
     def hurry(self) -> None:
@@ -123,6 +135,7 @@ class StateWriter:
             self._group.hurry(_GRACE_S)
 
     def _save_group(self) -> SaveGroup:
+        """Return the group of the engine's current processes. The first call on each rank connects to the store."""
         processes = self._engine.processes
         if self._group is None or self._processes is not processes:
             self._processes = processes
@@ -135,19 +148,22 @@ class StateWriter:
         return self._group
 
     def _prepare(
-        self, snapshot: Snapshot, share: list[Contents], folders: list[Path], writer: AsyncWriter | None
+        self, snapshot: Snapshot, main_contents: list[Contents], folders: list[Path], writer: AsyncWriter | None
     ) -> Contents:
         """Plan the files of this rank's shards. Copy the shards if they are written asynchronously."""
         if self._writer is not None:
             self._writer.join()  # its thread uses the connection of the group
-        contents = share[0] if share else plan_share(snapshot, self._engine.processes.rank)
+        if main_contents:  # on the main rank, `begin` has planned them
+            contents = main_contents[0]
+        else:
+            contents = plan_share(snapshot, self._engine.processes.rank)
         for folder in folders:
             if not folder.is_dir():
                 raise CheckpointError(
                     f"{folder}, which rank 0 has created, does not exist here. Store checkpoints on a file system that "
                     "all nodes share, or let rank 0 write full checkpoints (state_dict_type='full')."
                 )
-        self._save_group()
+        self._save_group()  # connect now, so that an error is raised on every rank
         if writer is not None:
             writer.stage(contents)
         return contents
@@ -176,17 +192,18 @@ class StateWriter:
     ) -> None:
         """Write the main rank's shards and publish the checkpoints, immediately or with the asynchronous writer."""
         for target in targets:
+            # From now on, `write` closes the draft, in another thread with an asynchronous writer.
             draft = drafts.pop(0)
-            write = partial(
-                self._save_group().write_and_publish, draft, replace(contents, metrics=plain_metrics(target.metrics))
-            )
+            contents_of_target = replace(contents, metrics=plain_metrics(target.metrics))
+            write = partial(self._save_group().write_and_publish, draft, contents_of_target)
             try:
-                self._do(writer, target, write)
+                self._run(writer, target, write)
             except BaseException:
                 draft.close()
                 raise
 
-    def _do(self, writer: AsyncWriter | None, target: SaveTarget, write: Callable[..., None]) -> None:
+    def _run(self, writer: AsyncWriter | None, target: SaveTarget, write: Callable[..., None]) -> None:
+        """Call `write` and then `target.then`, immediately or in the asynchronous writer's thread."""
         then = target.then if self._engine.is_main else None
         if writer is not None:
             writer.start(target.path, write, then=then)
@@ -197,12 +214,13 @@ class StateWriter:
 
 
 def _write_full(snapshot: Snapshot, targets: list[SaveTarget], writer: AsyncWriter | None) -> None:
+    """Write a full checkpoint to each target. The writer copies the state once, and writes the copy several times."""
     for number, target in enumerate(targets):
-        own = replace(snapshot, metrics=target.metrics)
+        snapshot_of_target = replace(snapshot, metrics=target.metrics)
         if writer is None:
-            target.then(write_checkpoint(target.path, own, must_be_new=target.must_be_new))
+            target.then(write_checkpoint(target.path, snapshot_of_target, must_be_new=target.must_be_new))
         elif number == 0:
-            writer.submit(target.path, own, then=target.then, must_be_new=target.must_be_new)
+            writer.submit(target.path, snapshot_of_target, then=target.then, must_be_new=target.must_be_new)
         else:
             writer.submit_again(target.path, metrics=target.metrics, then=target.then, must_be_new=target.must_be_new)
 

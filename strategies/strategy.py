@@ -37,8 +37,9 @@ class StrategyOutline:
             holds full parameters. None means that parameters are divided in another way.
         param_dtype: Data type of gathered parameters. None means the data type of the stored parameters.
         reduce_dtype: Data type in which gradients are averaged. None means the data type of the gradients.
-        reduces: True if `reduce_dtype` is known. False means that gradients may be averaged in any data type.
-        peak: Name of the strategy in the estimate of memory per rank. None disables the estimate.
+        reduces: True if `reduce_dtype` is known. False means that gradients may be averaged in any data type, and
+            `reduce_dtype` is None.
+        peak: Name of the strategy in the estimate of memory per rank, such as `"offload"`. None disables the estimate.
     """
 
     mesh: MeshShape
@@ -51,10 +52,10 @@ class StrategyOutline:
 
 
 class _StrategyType(type):
-    """Class of the strategies' classes."""
+    """Metaclass of strategies, which counts an engine as an instance of its strategy's class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        # `trainer.strategy` is an engine. Programs written for Lightning check it: isinstance(…, DDPStrategy).
+        # `trainer.strategy` is an engine. Programs for Lightning check `isinstance(trainer.strategy, DDPStrategy)`.
         if isinstance(instance, Engine):
             instance = instance.strategy
         return super().__instancecheck__(instance)
@@ -99,7 +100,7 @@ class Strategy(metaclass=_StrategyType):
         return None
 
     def __post_init__(self) -> None:
-        """Check and normalize the options. Uses no device or process."""
+        """Check and normalize the options. Uses no device or process. Also called by `with_options`."""
 
     def _set(self, **values: object) -> None:
         """Set normalized options and attributes that depend on options. Called only while the strategy is created."""
@@ -127,6 +128,10 @@ class Strategy(metaclass=_StrategyType):
 
     def check_converts(self, settings: EngineSettings, able: bool) -> None:
         """Check that the engine supports converted layers if the precision converts layers.
+
+        Args:
+            settings: The settings.
+            able: True if the engine supports converted layers. Strategies may pass a value that depends on options.
 
         Raises:
             ConfigurationError: The engine does not support converted layers.
@@ -165,6 +170,7 @@ class Strategy(metaclass=_StrategyType):
         for option in fields(self):
             value = getattr(self, option.name)
             if option.init and value != option.default:
+                # The name that users pass, if the field has another one.
                 changed[option.metadata.get("argument", option.name)] = value
         return changed
 
@@ -253,11 +259,19 @@ class ParallelEngine(Engine):
 
 
 def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.timedelta | Literal["auto"] | None:
-    """Return the normalized `hang_timeout`, which must be shorter than the timeout of collectives."""
+    """Return the normalized `hang_timeout`.
+
+    Args:
+        value: The option of the user.
+        timeout: The timeout of collectives. None is `DEFAULT_TIMEOUT`.
+
+    Raises:
+        ConfigurationError: `value` is not a length of time, or is not shorter than the timeout of collectives.
+    """
     if value is None:
         return None
     if value == "auto":
-        return "auto"
+        return "auto"  # the process group computes it from its timeout
     length = length_of_time("hang_timeout", value)
     limit = timeout or DEFAULT_TIMEOUT
     if length >= limit:

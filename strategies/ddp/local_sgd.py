@@ -87,11 +87,17 @@ class LocalSGDEngine(ParallelEngine):
 
     def __init__(self, strategy: LocalSGDStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
-        self._differ = self._states_differ = False
+        # True from a step to the next average: of all parameters, and of optimizer states (`begin_save`).
+        self._parameters_differ = False
+        self._states_differ = False
+        # Parameters that have been frozen since `prepare`, and so are equal on all ranks and need no average.
         self._frozen: list[nn.Parameter] = []
-        # Both are in the order of preparation, which is the same on every rank.
+        # The prepared models as an ordered set. Like `_num_steps`, it is in the order of preparation, which is the same
+        # on every rank, because averages are collective.
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # in user-written loops
+        # In user-written loops, the number of steps of each optimizer. Empty in a Trainer, which counts the steps.
+        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # Handles of the hooks that count the steps.
         self._hooks: list[Any] = []
 
     def start(self, topology: Topology) -> None:
@@ -103,35 +109,42 @@ class LocalSGDEngine(ParallelEngine):
 
         In a user-written loop, the parameters of an optimizer are averaged after every `local_sgd_steps` of its steps.
         """
-        found = super().prepare(models, optimizers, plan, roots)
+        prepared = super().prepare(models, optimizers, plan, roots)
         for model in models:
             self._equalize(model)
-        if not roots:
-            for optimizer in found.optimizers:
+        is_user_written_loop = not roots
+        if is_user_written_loop:
+            for optimizer in prepared.optimizers:
                 if optimizer not in self._num_steps:
                     self._num_steps[optimizer] = 0
                     self._hooks.append(optimizer.register_step_post_hook(self._count_step_of))
-        return found
+        return prepared
 
     def _equalize(self, model: nn.Module) -> None:
+        """Copy rank 0's weights and buffers of a model to all ranks. Collective."""
         broadcast_from_main(model)
         self._models[model] = None
         self._frozen += frozen_parameters(model)  # parameters that are frozen later may already differ
 
     def _count_step_of(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Count a step in a user-written loop. After every `local_sgd_steps` steps, average the optimizer's parameters.
+
+        Collective then. Other parameters may still differ, so that `_parameters_differ` stays True.
+        """
         self._note_step()
         self._num_steps[optimizer] += 1
         if self._num_steps[optimizer] % self.strategy.local_sgd_steps == 0:
             self._average(parameters_of([optimizer]))
 
     def make_step(self, parts: StepParts) -> Step:
-        # Gradients are the mean over this rank's micro-batches.
+        # One rank: losses and gradients are the means over this rank's micro-batches.
         parts = replace(parts, ranks=DataRanks.of(Processes()))
         if self.task.automatic_optimization:
             return LocalStep(parts, self)
         return LocalManualStep(parts, self)
 
     def _note_step(self) -> None:
+        """Record that a step was taken, and that parameters that are trained now may differ."""
         self.mark_different()
         if any_trained(self._frozen):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
@@ -144,8 +157,9 @@ class LocalSGDEngine(ParallelEngine):
             self._average_parameters()
 
     def mark_different(self) -> None:
-        """Record that the replicas may differ."""
-        self._differ = self._states_differ = True
+        """Record that parameters and optimizer states may differ between ranks. Not collective."""
+        self._parameters_differ = True
+        self._states_differ = True
 
     @contextmanager
     def _alone(self) -> Iterator[Engine]:
@@ -158,9 +172,10 @@ class LocalSGDEngine(ParallelEngine):
     def _average_parameters(self) -> None:
         """Average all parameters over ranks, and copy rank 0's buffers to all ranks. Collective."""
         self._average(parameter for model in list(self._models) for parameter in model.parameters())
-        self._differ = False
+        self._parameters_differ = False
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average parameters that are not frozen, and copy rank 0's buffers of all models to all ranks. Collective."""
         frozen = {id(parameter) for parameter in self._frozen}
         average_replicas(
             self.data_ranks,
@@ -169,7 +184,7 @@ class LocalSGDEngine(ParallelEngine):
         )
 
     def begin_evaluation(self) -> None:
-        if self._differ:
+        if self._parameters_differ:
             self._average_parameters()
 
     @torch.no_grad()
@@ -177,15 +192,20 @@ class LocalSGDEngine(ParallelEngine):
         self.begin_evaluation()
         if not self._states_differ:
             return
-        states = {}
-        for i, optimizer in enumerate(self.optimizers or list(self._num_steps)):
-            for j, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                for key, value in optimizer.state.get(parameter, {}).items():
+        # Tensors such as momentum, by (number of the optimizer, number of its parameter, name of the value). Counts of
+        # steps have another shape, and are not averaged.
+        states: dict[tuple[int, int, str], torch.Tensor] = {}
+        optimizers = self.optimizers or list(self._num_steps)  # of a Trainer, or of a user-written loop
+        for i, optimizer in enumerate(optimizers):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for j, parameter in enumerate(parameters):
+                for name, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
-                        states[i, j, key] = value
-        # A parameter that only some ranks have used has no state on the others.
-        everywhere = set.intersection(*(set(keys) for keys in self.processes.gather_object([*states])))
-        self.data_ranks.average(states[key] for key in sorted(everywhere))
+                        states[i, j, name] = value
+        # A parameter that only some ranks have used has no state on the others. Such a state is not averaged.
+        keys_of_ranks = [set(keys) for keys in self.processes.gather_object(list(states))]
+        common_keys = set.intersection(*keys_of_ranks)
+        self.data_ranks.average(states[key] for key in sorted(common_keys))  # in the same order on every rank
         self._states_differ = False
 
     def unshard(self) -> None:

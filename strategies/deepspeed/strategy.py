@@ -48,7 +48,7 @@ from trainwright.strategies.engine import (
     Prepared,
     PreparedModel,
     TrainingPlan,
-    made,
+    create_optimizers,
 )
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision_names import parse_precision
@@ -212,7 +212,7 @@ class DeepSpeedEngine(ParallelEngine):
             (model,) = models
             (root,) = roots
             return self._prepare_root(model, root, optimizers, plan)
-        stepped = made(optimizers)
+        stepped = create_optimizers(optimizers)
         owned = [self._optimizer_of(model, models, stepped) for model in models]
         for model, optimizer in zip(models, owned, strict=True):
             check_full(model, built_in_shards=self.stage == 3)
@@ -234,7 +234,7 @@ class DeepSpeedEngine(ParallelEngine):
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
             return Prepared([PreparedModel.unchanged(model)], [])
-        stepped = made(optimizers)
+        stepped = create_optimizers(optimizers)
         if optimizers is not None:
             check_optimizers(stepped, model, self.config, self.precision)
         self._model = found = self._zero_model(model, root, stepped[0] if stepped else None, plan)

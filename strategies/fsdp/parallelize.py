@@ -49,6 +49,7 @@ class ShardTraces(ModuleTraces):
         super().remove()
         for module in self.modules():
             _module_state_mapping.pop(module, None)  # otherwise the next stage could not shard it again
+            # Torch's tables of hooks: `_forward_hooks`, `_backward_pre_hooks` and others, by the hook's number.
             tables = [value for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict)]
             added: set[int] = set()
             for table in tables:
@@ -66,8 +67,8 @@ def _is_of_fsdp(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
-_FIRST = 3  # steps that are always compared
-_PERIOD = 64  # steps between later comparisons
+_NUM_FIRST_STEPS = 3  # steps that are always compared
+_PERIOD_STEPS = 64  # steps between later comparisons
 
 
 class Usage:
@@ -88,16 +89,20 @@ class Usage:
         self._processes = processes
         self._peers = peers
         self._parameters = dict(model.named_parameters())
-        self._checksum = 0
-        self._steps = 0
+        self._checksum = 0  # over the unused parameters of all steps so far
+        self._num_steps = 0
 
     def record(self) -> None:
-        """Record a step after its last backward. Collective on the host in the first 3 steps and every 64th step."""
+        """Record a step after its last backward. Collective on the host in the first 3 steps and every 64th step.
+
+        Raises:
+            TaskError: See `check`.
+        """
         unused = bytes([p.grad is None for p in self._parameters.values()])
         # The checksum continues that of earlier steps, so that a difference is found at the next comparison.
         self._checksum = zlib.crc32(unused, self._checksum)
-        self._steps += 1
-        if self._steps <= _FIRST or self._steps % _PERIOD == 0:
+        self._num_steps += 1
+        if self._num_steps <= _NUM_FIRST_STEPS or self._num_steps % _PERIOD_STEPS == 0:
             self.check()
 
     def check(self) -> None:
@@ -286,8 +291,11 @@ class ParallelModel:
     """A sharded model. `unwrap` removes everything except the shards.
 
     Attributes:
+        root: The outermost module, which a step calls. None after `unwrap`.
+        mesh: All axes of the run. None after `unwrap`.
         is_wrapped: False once `unwrap` was called.
-        usage: The check that all ranks use the same parameters. None if all ranks see the same data.
+        usage: The check that all ranks use the same parameters. None if all ranks see the same data, and after
+            `unwrap`.
         counted: id of a parameter → True if a sum over all ranks includes this rank's shard of the parameter.
     """
 
@@ -317,10 +325,15 @@ class ParallelModel:
         self._outputs_split = outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(self.root, FSDPModule)
-        self._syncs = True  # the next backward reduces gradients
-        self._sums = False  # there may be gradients that were not reduced
+        # Set by `synchronize`: True if the next backward reduces gradients.
+        self._syncs = True
+        # True from the `synchronize` before the last backward of a step to `end_group` or `forget_sums`: the backward
+        # may not have reduced the sums of earlier micro-batches yet.
+        self._may_have_sums = False
+        # Without FSDP, the split parameters and their placements, for `_redistribute_gradients`. `fully_shard` itself
+        # gives gradients the placements of its parameters.
         self._split: list[tuple[DTensor, tuple[Placement, ...]]] = []
-        if not self._is_sharded:  # fully_shard itself gives gradients the placements of its parameters
+        if not self._is_sharded:
             for parameter in model.parameters():
                 if isinstance(parameter, DTensor) and parameter.requires_grad:
                     self._split.append((parameter, parameter.placements))
@@ -362,16 +375,16 @@ class ParallelModel:
             for root in self._roots:
                 root.set_requires_gradient_sync(last)
                 root.set_is_last_backward(last)
-        self._sums = last
+        self._may_have_sums = last
 
     @property
     def holds_sums(self) -> bool:
         """True if there may be accumulated gradients that have not been reduced over the ranks."""
-        return self._sums or not self._syncs
+        return self._may_have_sums or not self._syncs
 
     def end_group(self) -> None:
         """Complete the gradients after the last backward of a step, and check their `usage`. Collective."""
-        self._sums = False
+        self._may_have_sums = False
         if self._gather is not None:
             self._gather.forget_scales()
         if self._experts is not None:
@@ -392,7 +405,8 @@ class ParallelModel:
     def sums(self) -> Iterator[tuple[set[int], torch.Tensor]]:
         """Yield accumulated gradients that have not been reduced over the ranks. Not collective.
 
-        The ids of the sharded and of the gathered parameter are yielded with each gradient.
+        The ids of the sharded and of the gathered parameter are yielded with each gradient, because optimizers and
+        models refer to different ones. Without a gathered parameter, the second id is that of None.
         """
         for sharded in self._sharded_parameters():
             gathered = _gathered(sharded)
@@ -427,7 +441,7 @@ class ParallelModel:
             gathered = _gathered(sharded)
             if gathered is not None:
                 gathered.grad = None
-        self._sums = False
+        self._may_have_sums = False
 
     def _sharded_parameters(self) -> Iterator[Any]:
         """Yield torch's records of the sharded parameters."""

@@ -39,7 +39,15 @@ from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.context.attention import Kind
 from trainwright.strategies.context.sequences import SplitSequences, check_heads
-from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan, made
+from trainwright.strategies.engine import (
+    Engine,
+    Models,
+    Optimizers,
+    Prepared,
+    PreparedModel,
+    TrainingPlan,
+    create_optimizers,
+)
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
 from trainwright.strategies.fsdp.build import MetaBuilding, check_full, unshard_task, widen
@@ -349,7 +357,7 @@ class FSDPEngine(ParallelEngine):
 
     def _over_shards(self, optimizers: Optimizers) -> list[Optimizer]:
         """Return the optimizers, which step the shards. Create them if a function is passed."""
-        stepped = made(optimizers)
+        stepped = create_optimizers(optimizers)
         for optimizer in stepped:
             self._refer_to_shards(optimizer)
         check_optimizers(stepped, self.precision)  # some need parameters that are divided evenly

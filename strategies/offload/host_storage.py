@@ -43,7 +43,7 @@ class HostStorage:
         place: `"cpu"` or `"disk"`.
         folder: Folder for `"disk"`. Default: the system's temporary folder. Files are unlinked once they are mapped.
             The system therefore deletes them with the tensors, also if the process is killed.
-        pinned: Use pinned memory for `"cpu"`, from which copies are asynchronous.
+        pinned: Use pinned memory for `"cpu"`, from which copies are asynchronous. Default: False.
     """
 
     def __init__(self, place: str, folder: str | os.PathLike[str] | None = None, *, pinned: bool = False) -> None:

@@ -3,6 +3,10 @@
 The order of units is learned from the calls, including the loop of `generate`. The predicted unit is the one that last
 followed the same two units, or else the one that last followed the same unit. After a wrong prediction, weights are
 fetched when they are used, as without prefetching.
+
+There are two kinds of prefetchers. With `num_units` (training with `OffloadStrategy`), the calling thread queues
+asynchronous copies to the device, and no other thread is used. Without it (inference with offloaded weights), a
+background thread, the reader, reads files and copies to the device within a budget of bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,10 +33,12 @@ MIN_BUDGET_BYTES = 64 * 2**20
 _QUICK_S = 100e-6
 _QUICK_BYTES_PER_S = 10e9
 _QUICK_IN_A_ROW = 16
-_NOBODY = -1  # predecessor of the first unit
+_NO_UNIT = -1  # in the place of a unit's number: no unit was used before, or no unit is predicted
+_MAX_THREADS = 64  # more threads than this have probably ended
 
+# All readers, with the conditions that they wait for, so that the interpreter's exit can end them.
 _readers: weakref.WeakKeyDictionary[threading.Thread, threading.Condition] = weakref.WeakKeyDictionary()
-_ending = threading.Event()  # the interpreter exits
+_ending = threading.Event()  # set when the interpreter exits
 
 
 class Fetchable(Protocol):
@@ -51,19 +57,30 @@ class Fetchable(Protocol):
 
 
 class _Fetch:
-    """A fetch of one unit, before or at its use."""
+    """A fetch of one unit, before or at its use.
+
+    Attributes:
+        unit: The unit. It is referenced until the fetch is dropped.
+        num_bytes: Memory of the unit in bytes when the fetch was created.
+        started: True once a thread runs the fetch. Set by the reader under the prefetcher's lock, so that `acquire` can
+            take a fetch that no thread runs.
+        done: Set when the fetch has ended, also with an error.
+        seconds: Duration. 0 until the fetch has ended without an error.
+        value: The weights. None until the fetch has ended, and after an error: `acquire` then fetches the unit again.
+    """
 
     def __init__(self, unit: Fetchable) -> None:
         self.unit = unit
         self.num_bytes = unit.num_bytes
         self.started = False
         self.done = threading.Event()
-        self.seconds = 0.0  # duration
-        self.value: Fetched | None = None  # None after an error: the user of the unit fetches it again
+        self.seconds = 0.0
+        self.value: Fetched | None = None
 
     def run(self) -> None:
         """Fetch the unit."""
-        self.started, begin_s = True, time.perf_counter()
+        self.started = True
+        begin_s = time.perf_counter()
         try:
             self.value = self.unit.fetch()
             self.seconds = time.perf_counter() - begin_s
@@ -71,20 +88,29 @@ class _Fetch:
             self.done.set()
 
 
+class _LastUses(NamedTuple):
+    """The numbers of the last two units that a thread used. `_NO_UNIT` before the first use and the second use."""
+
+    before_last: int
+    last: int
+
+
 class Prefetcher:
     """Prefetcher that provides units, and fetches the units that will probably be used next.
 
     Call `acquire` before the use of a unit and `release` afterwards. Call `follow` at each use, from which the order of
     units is learned. With `num_units`, the calling thread starts asynchronous copies. Otherwise a background thread
-    fetches the units. The thread starts with the first prediction, and ends a second after the last use.
+    fetches the units. The thread starts with the first prediction, and ends after a second without fetches, if no unit
+    is in use.
 
     Args:
         budget_bytes: Maximum size of prefetched units that are not yet used; 0 disables prefetching. Default: twice the
             largest unit, and at least 64 MiB.
-        num_units: Number of units to prefetch, instead of `budget_bytes`. No thread is used.
+        num_units: Number of units to prefetch, instead of `budget_bytes`. No thread is used. Default: None, which
+            prefetches up to the budget in a thread.
 
     Attributes:
-        budget_bytes: Maximum size of prefetched units that are not yet used.
+        budget_bytes: Maximum size of prefetched units that are not yet used. By default, it grows in `add`.
         total_bytes: Total size of all units.
 
     Raises:
@@ -99,24 +125,34 @@ class Prefetcher:
                 "disable prefetching; or None for twice the largest layer."
             )
         self.budget_bytes = MIN_BUDGET_BYTES if budget_bytes is None else budget_bytes
-        self._is_fixed = budget_bytes is not None
+        self._has_fixed_budget = budget_bytes is not None
         self._num_units = num_units
+        # Its lock guards the fields below, except `_num_quick`, where a lost count does no harm. The lock is reentrant:
+        # methods that hold it call each other.
         self._condition = threading.Condition()
         self._numbers = itertools.count()
         self.total_bytes = 0
         self._units: weakref.WeakValueDictionary[int, Fetchable] = weakref.WeakValueDictionary()
         self._streams: dict[torch.device, CopyStream] = {}
-        self._next: dict[tuple[int, int], int] = {}
-        self._before: dict[int, int] = {}
-        self._last: dict[int, tuple[int, int]] = {}  # by thread: its last two units
-        self._jobs: OrderedDict[int, _Fetch] = OrderedDict()  # oldest first
-        self._held_bytes = 0
-        self._num_used = 0
+        # The learned order. After uses of the units 0, 1 and 2 in a pass, `_next` has the entries
+        #   (-1, -1): 0    the first unit of a pass
+        #   (-1, 0): 1     the unit after 0, whatever precedes 0
+        #   (0, 1): 2      the unit after 0 and 1
+        #   (-1, 1): 2     the unit after 1, whatever precedes 1
+        # and `_previous` is {0: -1, 1: 0, 2: 1}, which predicts the order of the backward.
+        self._next: dict[_LastUses, int] = {}
+        self._previous: dict[int, int] = {}
+        self._last_uses: dict[int, _LastUses] = {}  # by the thread's id
+        # Fetches of units that are not yet used, by the unit's number, the oldest first.
+        self._jobs: OrderedDict[int, _Fetch] = OrderedDict()
+        self._held_bytes = 0  # total size of the units in `_jobs`
+        self._num_used = 0  # calls of `acquire` without their `release`
         self._num_quick = 0  # consecutive fetches from the page cache
+        # None before the first prediction, and after the thread has ended.
         self._reader: threading.Thread | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
-        return self  # a copied model shares the budget
+        return self  # a copied model shares the budget, and threads and locks cannot be copied
 
     def add(self, unit: Fetchable) -> int:
         """Register a unit by a weak reference. Return its number for `acquire`."""
@@ -124,12 +160,12 @@ class Prefetcher:
             number = next(self._numbers)
             self._units[number] = unit
             self.total_bytes += unit.num_bytes
-            if not self._is_fixed:
+            if not self._has_fixed_budget:
                 self.budget_bytes = max(self.budget_bytes, 2 * unit.num_bytes)
             return number
 
     def copies_to(self, device: torch.device) -> CopyStream:
-        """Return the stream of copies to a device."""
+        """Return the stream of copies to a device. All units share it."""
         with self._condition:
             if device not in self._streams:
                 self._streams[device] = CopyStream(device)
@@ -148,17 +184,21 @@ class Prefetcher:
         """
         with self._condition:
             self._num_used += 1
+            # From now on, the reader cannot start this fetch. If it has not started, this thread fetches.
             job = self._pop(number)
         try:
             if job is not None and job.started:
                 job.done.wait()
-            if job is None or job.value is None:
+            if job is None or job.value is None:  # not prefetched, not started, or failed
                 job = self._fetch(self._units[number])
         except BaseException:
             self.release()
             raise
         is_quick = job.seconds <= _QUICK_S + job.num_bytes / _QUICK_BYTES_PER_S
-        self._num_quick = self._num_quick + 1 if is_quick else 0
+        if is_quick:
+            self._num_quick += 1
+        else:
+            self._num_quick = 0
         assert job.value is not None  # otherwise the fetch raised
         return job.value
 
@@ -168,6 +208,7 @@ class Prefetcher:
             self._num_used -= 1
 
     def _fetch(self, unit: Fetchable) -> _Fetch:
+        """Fetch a unit in the calling thread. If memory is exhausted, discard prefetched units and try again."""
         job = _Fetch(unit)
         try:
             job.run()
@@ -179,12 +220,20 @@ class Prefetcher:
         return job
 
     def discard(self, number: int | None = None) -> None:
-        """Discard one prefetched unit, or all. The result of a running fetch is discarded when it ends."""
+        """Discard one prefetched unit, or all. The result of a running fetch is not used.
+
+        Args:
+            number: Number of the unit, which may be one that is not prefetched. Default: None, all units.
+        """
         with self._condition:
-            for each in list(self._jobs) if number is None else [number]:
+            if number is not None:
+                self._drop(number)
+                return
+            for each in list(self._jobs):  # a copy, because `_drop` removes entries
                 self._drop(each)
 
     def _pop(self, number: int) -> _Fetch | None:
+        """Remove a unit's fetch. Return None if the unit is not prefetched."""
         job = self._jobs.pop(number, None)
         if job is not None:
             self._held_bytes -= job.num_bytes
@@ -192,19 +241,20 @@ class Prefetcher:
 
     def _drop(self, number: int) -> None:
         job = self._pop(number)
-        if job is not None and job.value is not None:
+        if job is not None and job.value is not None:  # the value is None if the fetch is running, or failed
             job.value.discard()
 
     # Prefetching
 
     def begin(self) -> None:
         """Start a new pass over the model, and prefetch its first units."""
-        self._last.clear()
+        self._last_uses.clear()
         self.prefetch(self.first())
 
     def first(self) -> list[int]:
         """Return the numbers of the first `num_units` units that a pass will probably use."""
-        return list(itertools.islice(self._expected((_NOBODY, _NOBODY)), self._num_units))
+        at_start = _LastUses(_NO_UNIT, _NO_UNIT)
+        return list(itertools.islice(self._expected_after(at_start), self._num_units))
 
     def follow(self, number: int, *, backward: bool = False) -> None:
         """Record the use of a unit, and prefetch the units that will probably be used next.
@@ -216,55 +266,75 @@ class Prefetcher:
         if self.budget_bytes == 0:
             return
         with self._condition:
-            last = (_NOBODY, number) if backward else self._learn(number)
-            expected = self._expected(last, backward=backward)
+            if backward:
+                expected = self._expected_before(number)
+            else:
+                expected = self._expected_after(self._learn(number))
             if self._num_units is not None:
                 self.prefetch(itertools.islice(expected, self._num_units))
+                return
             # A reader thread that never waits for the disk costs more than it saves.
-            elif self._num_quick < _QUICK_IN_A_ROW or not self._units[number].stays_on_host:
+            all_is_cached = self._num_quick >= _QUICK_IN_A_ROW and self._units[number].stays_on_host
+            if not all_is_cached:
                 self._plan(expected)
 
-    def _learn(self, number: int) -> tuple[int, int]:
+    def _learn(self, number: int) -> _LastUses:
+        """Record the use of a unit by the calling thread. Return this thread's last two uses, including this one."""
         thread = threading.get_ident()
-        if thread not in self._last and len(self._last) > 64:  # ids of ended threads
-            self._last.clear()
-        last = self._last.get(thread, (_NOBODY, _NOBODY))
-        self._next[last] = number
-        self._next[_NOBODY, last[1]] = number  # used if the unit before it differs
-        self._before[number] = last[1]
-        self._last[thread] = (last[1], number)
-        return self._last[thread]
+        if thread not in self._last_uses and len(self._last_uses) > _MAX_THREADS:
+            self._last_uses.clear()
+        uses = self._last_uses.get(thread, _LastUses(_NO_UNIT, _NO_UNIT))
+        self._next[uses] = number
+        self._next[_LastUses(_NO_UNIT, uses.last)] = number  # used if the unit before the last one differs
+        self._previous[number] = uses.last
+        new_uses = _LastUses(uses.last, number)
+        self._last_uses[thread] = new_uses
+        return new_uses
 
-    def _expected(self, last: tuple[int, int], *, backward: bool = False) -> Iterator[int]:
-        seen = {_NOBODY, last[1]}
+    def _expected_after(self, uses: _LastUses) -> Iterator[int]:
+        """Yield the units that will probably be used after the last two uses. Ends before the first repeated unit."""
+        seen = {_NO_UNIT, uses.last}
         while True:
-            if backward:
-                found = self._before.get(last[1], _NOBODY)
-            else:  # the successor of the last two units, or else of the last one
-                found = self._next.get(last, self._next.get((_NOBODY, last[1]), _NOBODY))
-            if found in seen:
+            after_last = self._next.get(_LastUses(_NO_UNIT, uses.last), _NO_UNIT)
+            number = self._next.get(uses, after_last)
+            if number in seen:
                 return
-            yield found
-            seen.add(found)
-            last = (last[1], found)
+            yield number
+            seen.add(number)
+            uses = _LastUses(uses.last, number)
+
+    def _expected_before(self, number: int) -> Iterator[int]:
+        """Yield the units that were last used before a unit, the latest first: the order of the backward."""
+        seen = {_NO_UNIT, number}
+        while True:
+            number = self._previous.get(number, _NO_UNIT)
+            if number in seen:
+                return
+            yield number
+            seen.add(number)
 
     def _plan(self, expected: Iterable[int]) -> None:
-        """Prefetch expected units up to the budget, once half of it is free."""
+        """Prefetch expected units up to the budget, once half of it is free.
+
+        With less free memory, nothing is done, so that not every use computes the prediction.
+        """
         if self._held_bytes * 2 > self.budget_bytes:
             return
         wanted: dict[int, Fetchable] = {}
-        room = self.budget_bytes
+        room_bytes = self.budget_bytes
         for number in expected:
-            unit = self._units.get(number)
-            if unit is None or unit.num_bytes > room:
+            unit = self._units.get(number)  # None if its module was freed
+            if unit is None or unit.num_bytes > room_bytes:
                 break
             wanted[number] = unit
-            room -= unit.num_bytes
-        need = sum(unit.num_bytes for number, unit in wanted.items() if number not in self._jobs)
-        for stale in [number for number in self._jobs if number not in wanted]:
-            if self._held_bytes + need <= self.budget_bytes:
+            room_bytes -= unit.num_bytes
+        new_bytes = sum(unit.num_bytes for number, unit in wanted.items() if number not in self._jobs)
+        # Discard units that are no longer expected, the oldest first, until the new ones fit.
+        stale = [number for number in self._jobs if number not in wanted]
+        for number in stale:
+            if self._held_bytes + new_bytes <= self.budget_bytes:
                 break
-            self._drop(stale)
+            self._drop(number)
         self.prefetch(wanted)
 
     def prefetch(self, numbers: Iterable[int]) -> None:
@@ -274,27 +344,32 @@ class Prefetcher:
                 if number in self._jobs:
                     continue
                 job = _Fetch(self._units[number])
-                if self._num_units is not None:
-                    job.run()
+                uses_thread = self._num_units is None
+                if not uses_thread:
+                    job.run()  # before the job is registered: an error leaves no job behind
                 self._jobs[number] = job
                 self._held_bytes += job.num_bytes
-                if self._num_units is None:
-                    self._wake()
+                if uses_thread:
+                    self._wake_reader()
 
     # The reader
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if _ending.is_set():
             return
-        if self._reader is None or not self._reader.is_alive():  # dead after a fork, too
+        if self._reader is None or not self._reader.is_alive():  # a forked process has no threads of its parent
             self._reader = threading.Thread(target=_read, args=(weakref.ref(self),), name="prefetch", daemon=True)
             _readers[self._reader] = self._condition
             self._reader.start()
         else:
             self._condition.notify_all()
 
-    def _wait(self) -> _Fetch | None:
-        """Wait for the next fetch. Return None, which ends the thread, after a second without fetches and use."""
+    def _wait_for_fetch(self) -> _Fetch | None:
+        """Return the next fetch, which the caller must run. Called by the reader. May block.
+
+        Return None, which ends the thread, after a second without fetches if no unit is in use. All prefetched units
+        are then discarded.
+        """
         with self._condition:
             idle = False
             while not _ending.is_set():
@@ -304,28 +379,29 @@ class Prefetcher:
                         return job
                 if idle and not self._num_used:
                     break
-                idle = not self._condition.wait(_IDLE_S)
+                was_notified = self._condition.wait(_IDLE_S)
+                idle = not was_notified
             self.discard()
             self._reader = None
             return None
 
 
 def _read(reference: weakref.ref[Prefetcher]) -> None:
-    """Run fetches until none is left. Holds no reference to the prefetcher between fetches, so that it can be freed."""
+    """Run fetches until the prefetcher is idle or freed. The prefetcher can be freed during a fetch."""
     while True:
         prefetcher = reference()
-        job = None if prefetcher is None else prefetcher._wait()
+        job = None if prefetcher is None else prefetcher._wait_for_fetch()
         del prefetcher
         if job is None:
             return
         with contextlib.suppress(Exception):  # `acquire` fetches the unit again and raises the error
             job.run()
-        del job
+        del job  # no reference to the weights while waiting for the next fetch
 
 
 @atexit.register
 def _end_readers() -> None:
-    """End the threads before the interpreter exits, because a thread that is stopped in torch aborts the process."""
+    """End the readers before the interpreter exits, because a thread that is stopped in torch aborts the process."""
     _ending.set()
     readers = list(_readers.items())
     for _, condition in readers:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim import optimizer as of_torch
+from torch.optim import optimizer as optimizer_module
 
 from trainwright.core.run import Run
 from trainwright.core.signatures import overrides
@@ -17,7 +17,8 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import HostStorage
-from trainwright.strategies.offload.streaming import Unit, WeightStream
+from trainwright.strategies.offload.streamed_unit import Unit
+from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
@@ -30,7 +31,7 @@ _BETWEEN_STEPS = (
     "on_train_step_start",
     "on_train_batch_start",
 )
-_MOVING = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class OffloadStep(AutomaticStep):
@@ -47,68 +48,84 @@ class OffloadStep(AutomaticStep):
         super().__init__(parts)
         self._stream = stream
         self._state_storage = state_storage
-        self._is_early = False  # device copies were updated after the last step
-        self._last_of_group = 0
         hooks = parts.hooks
+        # True from an optimizer step that has queued its new weights to the next group. `weights_changed` resets it.
+        self._copies_are_current = False
+        # Index of the last micro-batch of the current group, set by `forward_backward`.
+        self._last_idx_of_group = 0
+        # Step each unit separately. A task's own `optimizer_step` or a closure steps all parameters at once.
         # `_step_in_portions` also checks that the optimizer can be split, which may change.
         self._in_portions = (stream is not None or state_storage is not None) and self._plain_step
-        # Hooks may read all gradients. Without hooks, the gradients of a unit are needed only when it steps.
+        # Wait for the gradients of a unit only when the unit steps, while those of other units are still being copied.
+        # Hooks and the task's own `backward` may read all gradients, so that the backward then waits.
         has_hooks = bool(hooks.on_after_backward or hooks.on_before_optimizer_step)
         self._waits_late = self._in_portions and self._backward is None and not has_hooks
-        moves = any(overrides(parts.task, name, TaskModule) for name in _MOVING)
-        quiet = hooks.only_read(_BETWEEN_STEPS) and _only_schedule(parts.run, parts.task) and not moves
-        self._copies_early = self._in_portions and quiet
-        self._rewritten = moves or not hooks.only_read(("on_train_batch_start", "on_train_batch_end"))
+        # Copy a unit to the device right after its step, if nothing can write its weights before the next forward.
+        overrides_transfer = any(overrides(parts.task, name, TaskModule) for name in _TRANSFER_HOOKS)
+        schedulers_only_read = _all_schedulers_only_read(parts.run, parts.task)
+        only_read = hooks.only_read(_BETWEEN_STEPS) and schedulers_only_read and not overrides_transfer
+        self._copies_early = self._in_portions and only_read
+        # Hooks of a micro-batch may write weights, also within a group. If True, `_copies_early` is False.
+        self._hooks_may_write = overrides_transfer or not hooks.only_read(
+            ("on_train_batch_start", "on_train_batch_end")
+        )
+        # Last: the lines above read the task's own functions, which are replaced here.
         if stream is not None:
-            backward = self._backward
-            forward = self._training_step
-            self._backward = lambda loss: self._run_backward(stream, backward, loss)
-            self._training_step = lambda batch, idx: self._run_training_step(stream, forward, batch, idx)
+            own_backward = self._backward
+            own_training_step = self._training_step
+            self._backward = lambda loss: self._run_backward(stream, own_backward, loss)
+            self._training_step = lambda batch, idx: self._run_training_step(stream, own_training_step, batch, idx)
         for optimizer in self.optimizers:
             self._store_state(optimizer)
         if self._in_portions:
+            # `AutomaticStep` then calls `_step_in_portions` as if it were the task's own `optimizer_step`.
             self._plain_step = False
             self._own_step = self._step_in_portions
 
     def weights_changed(self) -> None:
         """Record that device copies may be outdated."""
-        self._is_early = False
+        self._copies_are_current = False
 
     # Forward and backward
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         if self._stream is not None:
-            if not self._is_early:
-                self._stream.weights_changed()  # by the last step, or by a callback that averages or loads weights
-            self._is_early = False
-            self._last_of_group = group.first_idx + len(group.batches) - 1
+            # The last step, or a callback that averages or loads weights, may have written weights.
+            if not self._copies_are_current:
+                self._stream.weights_changed()
+            self._copies_are_current = False
+            self._last_idx_of_group = group.first_idx + len(group.batches) - 1
         return super().forward_backward(group)
 
     def _run_batch(self, batch: object, idx: int, weight: object, num: int) -> tuple[Any, torch.Tensor | None]:
         stream = self._stream
         if stream is None:
             return super()._run_batch(batch, idx, weight, num)
-        complete = False
+        is_complete = False
         try:
-            found = super()._run_batch(batch, idx, weight, num)
-            complete = True
+            output_and_loss = super()._run_batch(batch, idx, weight, num)
+            is_complete = True
         finally:
             stream.end()
-            if not (complete and self._waits_late and idx == self._last_of_group):
-                stream.wait()  # hooks may read gradients, and the next micro-batch accumulates them
-        return found
+            is_last = idx == self._last_idx_of_group
+            # Hooks may read gradients, the next micro-batch accumulates them, and after an error anything may follow.
+            if not (is_complete and is_last and self._waits_late):
+                stream.wait()
+        return output_and_loss
 
-    def _run_training_step(self, stream: WeightStream, own: Callable[..., Any], batch: object, idx: int) -> Any:
-        if self._rewritten:  # hooks of the batch may have written weights
+    def _run_training_step(
+        self, stream: WeightStream, own_training_step: Callable[..., Any], batch: object, idx: int
+    ) -> Any:
+        if self._hooks_may_write:
             stream.weights_changed()
         stream.begin()
-        return own(batch, idx)
+        return own_training_step(batch, idx)
 
-    def _run_backward(self, stream: WeightStream, own: Callable[..., Any] | None, loss: torch.Tensor) -> None:
-        if own is None:
+    def _run_backward(self, stream: WeightStream, own_backward: Callable[..., Any] | None, loss: torch.Tensor) -> None:
+        if own_backward is None:
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
         else:
-            own(loss)
+            own_backward(loss)
         stream.end()
         if not self._waits_late:
             stream.wait()  # hooks after the backward may read gradients
@@ -116,37 +133,43 @@ class OffloadStep(AutomaticStep):
     def _zero_gradients(self, idx: int) -> None:
         if self._stream is None:
             super()._zero_gradients(idx)
-        else:  # between forward and backward, gradients of parameters on the device are stashed
-            self._stream.end()
-            super()._zero_gradients(idx)
-            self._stream.root.move_to_device()
+            return
+        # Called between forward and backward. The root unit is on the device, so that the `grad` of its parameters is
+        # None and their gradients are stored in the unit: move it to the host, where `zero_grad` frees them.
+        self._stream.end()
+        super()._zero_gradients(idx)
+        self._stream.root.move_to_device()
 
     # The optimizer
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         """Clip and step on the host, while gradients and updated weights are still being copied."""
         stream = self._stream
-        if clip is not None or self._own_clip is not None or not self._in_portions:
+        needs_all_gradients = clip is not None or self._own_clip is not None or not self._in_portions
+        if needs_all_gradients:
             self._wait_for_gradients()
         if stream is not None:
             stream.weights_changed()  # the task's own step may also write frozen weights
         try:
             norm = super().optimizer_step(clip)
         finally:
-            self._wait_for_gradients()  # also of parameters without an optimizer
+            # Also gradients of parameters without an optimizer, which are part of no portion.
+            self._wait_for_gradients()
         if not self._in_portions:
             for optimizer in self.optimizers:
                 self._store_state(optimizer)
         if stream is not None and self._copies_early:
-            stream.copy_early(stream.all_units)
-            self._is_early = True
+            stream.copy_early(stream.all_units)  # also units that no optimizer has stepped
+            self._copies_are_current = True
         return norm
 
     def _step_in_portions(self, epoch: int, idx: int, optimizer: Any, closure: object) -> None:
         """Step each unit when its gradients are on the host. Only the current unit's state is in memory.
 
-        During the step of a unit, the gradients and states of the next units are read, and the new weights of previous
-        units are copied to the device.
+        During the step of a unit, the next unit's gradients and state are read from the disk, and the new weights of
+        previous units are copied to the device.
+
+        `AutomaticStep` calls it as the task's `optimizer_step`. The epoch, the index and the closure are not used.
         """
         stream = self._stream
         if not can_be_split(optimizer):
@@ -156,11 +179,12 @@ class OffloadStep(AutomaticStep):
                 stream.weights_changed()
             self._store_state(optimizer)
             return
-        last = optimizer is self.optimizers[-1]  # others may hold parameters of the same unit
+        # A later optimizer may have parameters of the same unit.
+        is_last_optimizer = optimizer is self.optimizers[-1]
 
-        def before(portion: Portion, following: Iterator[torch.Tensor]) -> None:
+        def before(portion: Portion, next_tensors: Iterator[torch.Tensor]) -> None:
             if self._state_storage is not None:
-                read_ahead(following)
+                read_ahead(next_tensors)
             if portion.unit is not None:
                 portion.unit.wait_for_gradients()
 
@@ -168,17 +192,18 @@ class OffloadStep(AutomaticStep):
             self._store_state(optimizer, portion.parameters)
             if stream is not None and portion.unit is not None:
                 portion.unit.weights_changed()
-                if last and self._copies_early:
+                if is_last_optimizer and self._copies_early:
                     stream.copy_early([portion.unit])
 
-        portions = portions_of(optimizer, None if stream is None else stream.in_order_of_gradients())
+        units = [] if stream is None else stream.in_order_of_gradients()
+        portions = portions_of(optimizer, units)
         step_in_portions(optimizer, portions, before=before, after=after)
 
     def _store_state(self, optimizer: Optimizer, parameters: list[nn.Parameter] | None = None) -> None:
         if self._state_storage is not None:
             self._state_storage.store_state(optimizer, parameters)
 
-    # Gradients between two steps
+    # Access to gradients, which waits until they are on the host
 
     def _wait_for_gradients(self) -> None:
         if self._stream is not None:
@@ -203,7 +228,7 @@ class OffloadStep(AutomaticStep):
     ) -> Any:
         if self._stream is None:
             return super().evaluate(name, batch, idx, dataloader_idx)
-        if idx == 0:
+        if idx == 0:  # the first batch: the training, or hooks before the evaluation, may have written weights
             self._stream.weights_changed()
         self._stream.begin()
         try:
@@ -213,11 +238,11 @@ class OffloadStep(AutomaticStep):
             self._stream.wait()  # hooks may write weights
 
 
-def _only_schedule(trainer: Run, task: TaskModule) -> bool:
-    """Return whether all schedulers are torch's, which change optimizers and no weights."""
-    return not overrides(task, "lr_scheduler_step", TaskModule) and all(
-        type(config.scheduler).__module__.startswith("torch.optim.") for config in trainer.lr_scheduler_configs
-    )
+def _all_schedulers_only_read(trainer: Run, task: TaskModule) -> bool:
+    """Return whether all schedulers are torch's, which change optimizers but no weights."""
+    if overrides(task, "lr_scheduler_step", TaskModule):
+        return False
+    return all(type(config.scheduler).__module__.startswith("torch.optim.") for config in trainer.lr_scheduler_configs)
 
 
 # An optimizer step in portions of the parameters, with bitwise the same result
@@ -241,29 +266,40 @@ def can_be_split(optimizer: Optimizer) -> bool:
 
     True for torch's own optimizers except L-BFGS: their update of a parameter depends only on its own gradient and
     state. Other optimizers, and subclasses that override `step`, may share a norm, a step size or a call count between
-    parameters. Hooks on the step would be called several times.
+    parameters. False with hooks on the step, which would be called several times.
     """
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
-        of_torch._global_optimizer_pre_hooks,
-        of_torch._global_optimizer_post_hooks,
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
     )
-    of_torchs_own = type(optimizer).step.__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-    return of_torchs_own and not any(hooks)
+    has_torchs_step = type(optimizer).step.__module__.startswith("torch.optim.")
+    return has_torchs_step and not isinstance(optimizer, LBFGS) and not any(hooks)
 
 
-def portions_of(optimizer: Optimizer, units: Sequence[Unit] | None) -> list[Portion]:
-    """Divide an optimizer's parameters with gradients: one portion for each unit and each parameter in no unit."""
-    left = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    found = []
-    for unit in units or ():
-        own = [parameter for parameter in unit.parameters if parameter in left]
-        for parameter in own:
-            del left[parameter]
-        if own:
-            found.append(Portion(own, unit))
-    return found + [Portion([parameter]) for parameter in left]
+def portions_of(optimizer: Optimizer, units: Sequence[Unit]) -> list[Portion]:
+    """Divide an optimizer's parameters with gradients: one portion for each unit and each parameter in no unit.
+
+    Args:
+        optimizer: The optimizer.
+        units: Units in the order of the steps. Units without such parameters have no portion.
+    """
+    remaining: dict[nn.Parameter, None] = {}  # an ordered set
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                remaining[parameter] = None
+    portions = []
+    for unit in units:
+        of_unit = [parameter for parameter in unit.parameters if parameter in remaining]
+        for parameter in of_unit:
+            del remaining[parameter]
+        if of_unit:
+            portions.append(Portion(of_unit, unit))
+    for parameter in remaining:
+        portions.append(Portion([parameter]))
+    return portions
 
 
 def step_in_portions(
@@ -274,14 +310,15 @@ def step_in_portions(
     after: Callable[[Portion], Any],
     step: Callable[[], Any] | None = None,
 ) -> None:
-    """Step portion by portion. Meanwhile, the gradients of all other parameters are None, so that they are skipped.
+    """Step portion by portion. In each step, the gradients of all other parameters are None, which torch skips.
 
     All gradients are restored afterwards, also after an exception.
 
     Args:
         optimizer: An optimizer for which `can_be_split` is True.
         portions: All parameters with gradients.
-        before: Called before each step with the portion and the tensors that the next portion's step will read.
+        before: Called before each step with the portion, while its gradients are None, and the tensors that the next
+            portion's step will read.
         after: Called after each step with the portion.
         step: Called for each portion. Default: None, which is `optimizer.step`.
     """
@@ -290,8 +327,9 @@ def step_in_portions(
     for parameter in gradients:
         parameter.grad = None
     try:
-        for portion, following in zip(portions, [*portions[1:], Portion([])], strict=True):
-            before(portion, _touched(optimizer, following.parameters, gradients))
+        next_portions = [*portions[1:], Portion([])]  # the last portion is followed by an empty one
+        for portion, next_portion in zip(portions, next_portions, strict=True):
+            before(portion, _tensors_of(optimizer, next_portion.parameters, gradients))
             for parameter in portion.parameters:
                 parameter.grad = gradients[parameter]
             step()
@@ -303,9 +341,11 @@ def step_in_portions(
             parameter.grad = gradient
 
 
-def _touched(optimizer: Optimizer, parameters: list[nn.Parameter], gradients: Any) -> Iterator[torch.Tensor]:
+def _tensors_of(optimizer: Optimizer, parameters: list[nn.Parameter], gradients: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that a step of the parameters reads: parameters, gradients and state."""
     for parameter in parameters:
         yield parameter.data
         yield gradients[parameter]
-        yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor))
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, torch.Tensor):
+                yield value

@@ -20,18 +20,29 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan, made
+from trainwright.strategies.engine import (
+    Engine,
+    Models,
+    Optimizers,
+    Prepared,
+    PreparedModel,
+    TrainingPlan,
+    create_optimizers,
+)
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
-from trainwright.strategies.offload.streaming import Unit, WeightStream
+from trainwright.strategies.offload.streamed_unit import Unit
+from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.gradients import HostGradients
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import Strategy, StrategyOutline
 from trainwright.strategies.units import WrapPolicy, find_units
 
-_PARTS = 16  # by default, a unit has at least 1/16 of the parameters
+# By default, a unit has at least 1/16 of the parameters, so that the device holds about an eighth of the model: the
+# current unit and one prefetched unit.
+_DEFAULT_NUM_UNITS = 16
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,7 +119,7 @@ class OffloadStrategy(Strategy):
         is_default = self.auto_wrap_policy is None and self.min_num_params is None
         if not units and is_default:
             num_params = sum(parameter.numel() for parameter in model.parameters())
-            units = find_units(model, None, max(1, num_params // _PARTS))
+            units = find_units(model, None, max(1, num_params // _DEFAULT_NUM_UNITS))
         return units
 
     def engine(self, settings: EngineSettings) -> Engine:
@@ -116,15 +127,23 @@ class OffloadStrategy(Strategy):
 
 
 class OffloadEngine(Engine):
-    """Engine for one device, with weights, gradients and optimizer state on the host or on disk."""
+    """Engine for one device, with weights, gradients and optimizer state on the host or on disk.
+
+    Attributes:
+        weight_stream: The stream of a Trainer's task, set by `prepare`. None without streaming, and in user-written
+            loops.
+    """
 
     strategy: OffloadStrategy
 
     def __init__(self, strategy: OffloadStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
-        self.weight_stream: WeightStream | None = None  # of the task
-        self._streams: WeakSet[WeightStream] = WeakSet()  # of the models of a loop
-        # Of the optimizers of a loop: the attribute `step` of the object, set by a scheduler, or None without one.
+        self.weight_stream: WeightStream | None = None
+        # In a user-written loop, the streams of its models. Weak: the hooks of a model refer to its stream, so that
+        # the stream exists as long as the model.
+        self._streams: WeakSet[WeightStream] = WeakSet()
+        # In a user-written loop, the optimizers whose `step` was replaced. The value is the former attribute `step` of
+        # the object, which a scheduler sets, or None if the object had only the method of its class.
         self._previous_steps: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
 
     # Model and optimizers
@@ -139,19 +158,22 @@ class OffloadEngine(Engine):
         In a user-written loop, optimizers with state on disk step unit by unit. Only one unit's state is in memory at a
         time.
         """
+        is_user_written_loop = not roots
         for model in models:
             stream = self._offload(model)
-            if roots:
-                self.weight_stream = stream
+            if not is_user_written_loop:
+                self.weight_stream = stream  # `OffloadStep` calls its `begin` and `end`
             elif stream is not None:
-                stream.follow(model)
+                stream.follow_model(model)
                 self._streams.add(stream)
-        prepared_optimizers = made(optimizers)
+        # After `_offload`: optimizers are created with the final parameters.
+        prepared_optimizers = create_optimizers(optimizers)
         storage = self._state_storage
         for optimizer in prepared_optimizers:
             self._check_state(optimizer)
-            is_of_loop = not roots  # the Trainer's step handles the optimizers of a task
-            if is_of_loop and storage is not None and optimizer not in self._previous_steps:
+            # A loop passes all of its optimizers in each call. `OffloadStep` handles the optimizers of a task.
+            is_new = optimizer not in self._previous_steps
+            if is_user_written_loop and storage is not None and is_new:
                 self._step_unit_by_unit(optimizer, storage)
         return Prepared([PreparedModel.unchanged(model) for model in models], prepared_optimizers)
 
@@ -165,12 +187,13 @@ class OffloadEngine(Engine):
         """Move buffers to the device and parameters to host or disk. Return the stream, or None without streaming."""
         strategy = self.strategy
         has_accelerator = self.device.type != "cpu"
-        keeps_copy = strategy.parameters == "device"  # beside the weights on the host, which the optimizer updates
-        place = "cpu" if keeps_copy else strategy.parameters
+        # The optimizer updates the weights on the host, so that the device has a second copy of them.
+        keeps_device_copy = strategy.parameters == "device"
+        place = "cpu" if keeps_device_copy else strategy.parameters
         weights = HostStorage(place, strategy.offload_folder, pinned=has_accelerator)
         _move_buffers(model, self.device)
-        streams = has_accelerator if strategy.stream is None else strategy.stream
-        if not streams:
+        is_streamed = has_accelerator if strategy.stream is None else strategy.stream
+        if not is_streamed:
             if place == "disk":
                 for parameter in model.parameters():
                     parameter.data = weights.like(parameter.data)
@@ -181,7 +204,7 @@ class OffloadEngine(Engine):
             self.device,
             weights,
             HostStorage(strategy.optimizer_state, strategy.offload_folder, pinned=has_accelerator),
-            stays=keeps_copy,
+            stays=keeps_device_copy,
             ahead=strategy.prefetch,
         )
 
@@ -214,39 +237,46 @@ class OffloadEngine(Engine):
         try:
             super().backward(loss, **kwargs)
         except BaseException:
-            for stream in self._streams:  # a complete backward calls this itself
+            # Autograd calls `end_and_wait` only after a complete backward.
+            for stream in self._streams:
                 stream.end_and_wait()
             raise
 
     def _step_unit_by_unit(self, optimizer: Optimizer, storage: HostStorage) -> None:
         """Replace the optimizer's `step`, so that only one unit's state is in memory at a time."""
-        full_step = optimizer.step
-        storage.store_state(optimizer)
+        full_step = optimizer.step  # the bound method of the class, or the function that a scheduler has set
+        storage.store_state(optimizer)  # of a loaded state
 
         @functools.wraps(full_step)
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if closure is None and can_be_split(optimizer):
-                units: list[Unit] = []
-                for stream in self._streams:
-                    units.extend(stream.in_order_of_gradients())
-                return step_in_portions(
-                    optimizer,
-                    portions_of(optimizer, units),
-                    before=lambda portion, following: read_ahead(following),
-                    after=lambda portion: storage.store_state(optimizer, portion.parameters),
-                    step=full_step,
-                )
-            result = full_step() if closure is None else full_step(closure)
-            storage.store_state(optimizer)
-            return result
+            if closure is not None:  # it may run forwards and backwards, and optimizers may call it several times
+                result: Any = full_step(closure)
+                storage.store_state(optimizer)
+                return result
+            if not can_be_split(optimizer):
+                result = full_step()
+                storage.store_state(optimizer)
+                return result
+            units: list[Unit] = []
+            for stream in self._streams:
+                units.extend(stream.in_order_of_gradients())
+            # The gradients are on the host: `follow_model` waits for them at the end of each backward.
+            return step_in_portions(
+                optimizer,
+                portions_of(optimizer, units),
+                before=lambda portion, next_tensors: read_ahead(next_tensors),
+                after=lambda portion: storage.store_state(optimizer, portion.parameters),
+                step=full_step,
+            )
 
         self._previous_steps[optimizer] = vars(optimizer).get("step")
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # as schedulers do
+        # A bound method as an attribute of the object, as torch's schedulers set it.
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _check_state(self, optimizer: Optimizer) -> None:
         """Check that the optimizer's state can be stored on disk, if the strategy stores it there."""
-        quantizes = any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__)
-        if quantizes and self._state_storage is not None:
+        is_of_torchao = any(kind.__module__.startswith("torchao.") for kind in type(optimizer).__mro__)
+        if is_of_torchao and self._state_storage is not None:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} of torchao has quantized states, which cannot be stored on disk. Use "
                 "optimizer_state='cpu', or an optimizer of torch."
@@ -254,7 +284,7 @@ class OffloadEngine(Engine):
 
     def weights_changed(self) -> None:
         """Mark device copies as outdated, because callbacks of evaluations and saves may write weights."""
-        step = vars(self).get("step")
+        step = vars(self).get("step")  # missing before `attach`
         if isinstance(step, OffloadStep):
             step.weights_changed()
 
@@ -268,9 +298,9 @@ class OffloadEngine(Engine):
         self.weight_stream = None
         self._streams.clear()
         for optimizer, previous_step in self._previous_steps.items():
-            del optimizer.step
+            del optimizer.step  # the method of the class again
             if previous_step is not None:
-                optimizer.step = previous_step  # type: ignore[method-assign]  # restored
+                optimizer.step = previous_step  # type: ignore[method-assign]
         self._previous_steps.clear()
         task = getattr(self, "task", None)
         if task is not None:
@@ -284,6 +314,7 @@ def _check_place(name: str, place: str, known: tuple[str, ...]) -> None:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Replace all buffers by copies on a device, also buffers that modules share."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             module._buffers[name] = buffer.to(device)

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TaskError, nearest
 from trainwright.core.host.device_types import properties
 
-_MIN_THREADED = 2**20  # elements on the host for whose norm threads are started
+# Number of gradient elements on the host from which several threads compute the norm. Fewer take less time than threads
+# need to start.
+_MIN_THREADED_NUMEL = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,11 @@ class GradientClip:
 
     @classmethod
     def parse(cls, value: float | int | None, algorithm: str | None) -> GradientClip | None:
-        """Parse `gradient_clip_val` and `gradient_clip_algorithm`. Return None if clipping is disabled.
+        """Parse `gradient_clip_val` and `gradient_clip_algorithm`. Return None if the value is None or 0.
 
         Raises:
             ArgumentTypeError: The value is not a number.
-            ConfigurationError: The value is not positive, or the algorithm is unknown.
+            ConfigurationError: The value is negative or NaN, or the algorithm is unknown.
         """
         if algorithm not in (None, "norm", "value"):
             raise ConfigurationError(
@@ -57,7 +59,7 @@ class GradientClip:
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Return the parameters of the optimizers in order, without duplicates."""
+    """Return the parameters of the optimizers in order, each once, even if several optimizers have it."""
     by_id: dict[int, nn.Parameter] = {}  # the == of tensors compares their values
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -103,43 +105,45 @@ def clip_shards(
     if math.isinf(p):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
     else:
+        # The p-th powers of the ranks' norms add up: two ranks with the 2-norms 3 and 4 have the norm 5.
         norm = norm.pow(p)
         dist.all_reduce(norm)
         norm = norm.pow(1 / p)
     norm = norm.to(shards[0][0].dtype if shards else torch.float32)
-    factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
-    for group in _by_kind([grad for grad, _ in shards]):
-        factor_there = factor.to(group[0].device)
-        # A factor that was copied to the host can be read without waiting, and a multiplication by 1 be left out.
-        was_copied = factor_there.device != factor.device
-        if was_copied and factor_there == 1:
+    factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
+    for group in _by_device_and_dtype([grad for grad, _ in shards]):
+        factor_on_device = factor.to(group[0].device)
+        # For shards on the host, the factor was copied to the host: reading it does not wait, and a factor of 1 makes
+        # the multiplication unnecessary.
+        was_copied = factor_on_device.device != factor.device
+        if was_copied and factor_on_device == 1:
             continue
-        torch._foreach_mul_(group, factor_there)
+        torch._foreach_mul_(group, factor_on_device)
     return norm
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Compute `nn.utils.get_total_norm`, with bitwise the same result, by all threads for gradients on the host.
+    """Return the norm of all gradients, bitwise equal to `nn.utils.get_total_norm`.
 
-    Torch computes the norm of a CPU tensor in one thread.
+    For large gradients on the host, several threads compute it. Torch computes the norm of a CPU tensor in one thread.
     """
     threads = min(len(gradients), torch.get_num_threads())
     num_on_host = sum(grad.numel() for grad in gradients if grad.device.type == "cpu")
-    if threads < 2 or num_on_host < _MIN_THREADED:
+    if threads < 2 or num_on_host < _MIN_THREADED_NUMEL:
         return nn.utils.get_total_norm(gradients, norm_type)
 
     def norm(grad: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():  # a setting of each thread
+        with torch.no_grad():  # the caller's setting does not apply to other threads
             result: torch.Tensor = torch.linalg.vector_norm(grad, norm_type)
             return result
 
     with ThreadPoolExecutor(threads) as pool:
         norms = [each.to(gradients[0].device) for each in pool.map(norm, gradients)]
-    # Like torch's: the norm of the norms of the tensors, which is not to the last bit the norm of all elements.
+    # Torch also computes the norm of the tensors' norms. Its last bits may differ from the norm of all elements.
     return norm(torch.stack(norms))
 
 
-def _by_kind(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _by_device_and_dtype(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -202,7 +206,10 @@ class HostGradients(Gradients):
     """Full gradients in host memory, whose norm is computed by all threads."""
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        """Clip like `nn.utils.clip_grad_norm_`, but without a multiplication if the norm is at most the maximum."""
+        """Clip like `nn.utils.clip_grad_norm_`, but without a multiplication if the norm is at most the maximum.
+
+        On the host, reading the norm does not wait.
+        """
         if clip.algorithm == "value":
             return clip_gradients(parameters, clip)
         with_gradients = []
@@ -212,7 +219,7 @@ class HostGradients(Gradients):
                 with_gradients.append(parameter)
                 gradients.append(parameter.grad)
         norm = total_norm(gradients, clip.norm_type)
-        is_within_maximum = clip.value / (norm + 1e-6) >= 1  # False if the norm is not a number
+        is_within_maximum = clip.value / (norm + 1e-6) >= 1  # False for NaN, which is then clipped as in torch
         if not is_within_maximum:
             nn.utils.clip_grads_with_norm_(with_gradients, clip.value, norm)
         return norm
@@ -224,6 +231,9 @@ def loss_of(output: Any, origin: str) -> torch.Tensor | None:
     Args:
         output: A tensor, a mapping with the key `"loss"`, or None (the micro-batch is skipped).
         origin: The task's class name for messages.
+
+    Returns:
+        The loss (0-dim). None if the micro-batch is skipped.
 
     Raises:
         TaskError: There is no loss, or the loss is not a scalar or has no graph.
@@ -264,13 +274,13 @@ def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
     The dtype is float64 if the device supports it, so that counts are exact beyond 2²⁴.
     """
     dtype = torch.float64 if properties(device.type).has_float64 else torch.float32
-    beside = properties(device.type).copies_beside
+    is_asynchronous = properties(device.type).copies_beside
     are_on_device = any(isinstance(count, torch.Tensor) and count.device.type == device.type for count in counts)
     if not are_on_device:  # one copy for all counts
-        return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=beside)
+        return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=is_asynchronous)
     moved = []
     for count in counts:
-        tensor = torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=beside)
+        tensor = torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=is_asynchronous)
         moved.append(tensor.reshape(()))
     return torch.stack(moved)
 
@@ -299,7 +309,7 @@ def growth_without(skipped: Sequence[int], size: int, weights: Sequence[Any] | N
     """
     if weights is None:
         return size / (size - len(skipped))
-    used = sum(weight for i, weight in enumerate(weights) if i not in skipped)
+    used = sum(weight for i, weight in enumerate(weights) if i not in skipped)  # sum of the remaining weights
     return 1 / torch.as_tensor(used).clamp(min=1e-12)  # without items the gradient is zero for any factor
 
 

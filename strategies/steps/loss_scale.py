@@ -23,9 +23,11 @@ class LossScale:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
+        # True if an optimizer has stepped since the last update.
         self._is_due = False
         self._num_backwards = 0
-        self._unscaled: dict[int, int] = {}  # optimizer → number of backwards when its gradients were divided
+        # By the id of an optimizer: number of backwards when its gradients were divided. Emptied by each update.
+        self._unscaled: dict[int, int] = {}
 
     def scale(self, loss: torch.Tensor, *, starts_group: bool) -> torch.Tensor:
         """Return the loss times the scale. The first call of a group updates the scale."""
@@ -71,8 +73,8 @@ class LossScale:
             )
 
     def discard(self) -> None:
-        """Forget which gradients were divided, because they are dropped before a step. The scale stays as it is."""
-        self.scaler.update(self.scaler.get_scale())
+        """Discard the record of divided gradients, which are freed before a step. The scale does not change."""
+        self.scaler.update(self.scaler.get_scale())  # with a value, torch resets its record and sets this scale
         self._is_due = False
         self._unscaled.clear()
 
@@ -94,15 +96,16 @@ class LossScale:
             closure: Passed to the optimizer's `step`. Default: None.
         """
         guarded = _GuardedStep(optimizer, closure)
-        before = vars(optimizer).get("step")
+        # A scheduler sets the attribute `step` of the object, to count steps. None without a scheduler.
+        own_attribute = vars(optimizer).get("step")
         optimizer.step = guarded  # type: ignore[method-assign, assignment]  # the scaler calls it, or does not
         try:
             self.step(optimizer)
         finally:
-            if before is None:
+            if own_attribute is None:
                 del optimizer.step
             else:
-                optimizer.step = before  # type: ignore[method-assign]  # a scheduler counts there
+                optimizer.step = own_attribute  # type: ignore[method-assign]
         return guarded.was_taken
 
 
@@ -114,6 +117,7 @@ class _GuardedStep:
         self._step = optimizer.step
         self._closure = closure
         self._was_called = False
+        # 1.0 on the device if a gradient is not finite. Set by a call for fused optimizers, and None for others.
         self._found_inf: torch.Tensor | None = None
 
     def __call__(self, **options: Any) -> Any:
@@ -126,6 +130,7 @@ class _GuardedStep:
 
     @property
     def was_taken(self) -> bool:
+        """True if the optimizer has stepped. Waits for the device if the optimizer is fused."""
         if not self._was_called:
             return False
         return self._found_inf is None or not bool(self._found_inf)

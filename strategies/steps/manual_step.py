@@ -25,15 +25,17 @@ class ManualStep(Step):
 
     def __init__(self, parts: StepParts, average: Callable[[], None] | None = None) -> None:
         super().__init__(parts)
+        # None if nothing is left to average after a backward.
         self._average = self._complete if average is None else average
-        self._holds_back = False
+        self._is_in_no_sync = False
         self._handles = [optimizer.register_step_post_hook(self._record_step) for optimizer in parts.optimizers]
 
     def _record_step(self, *_: object) -> None:
         self.stepped = True
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
-        self.stepped = not self.optimizers  # without an optimizer every group counts as a step
+        # `_record_step` sets it to True. Without an optimizer, every group counts as a step.
+        self.stepped = not self.optimizers
         loss = super().forward_backward(group)
         if self._scale is not None:
             self._scale.update()
@@ -46,10 +48,10 @@ class ManualStep(Step):
             return self._training_step(batch, idx), None
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        return None
+        return None  # the task handles its own losses
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
-        return None
+        return None  # `training_step` has stepped the optimizers
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward for `TaskModule.manual_backward`. Collective with several data-parallel ranks."""
@@ -59,7 +61,7 @@ class ManualStep(Step):
         for hook in self.hooks.on_before_backward:
             hook(self.run, self.task, loss)
         self.task.backward(loss, *args, **kwargs)
-        if self._average is not None and not self._holds_back:
+        if self._average is not None and not self._is_in_no_sync:
             self._average()
         for hook in self.hooks.on_after_backward:
             hook(self.run, self.task)
@@ -71,12 +73,12 @@ class ManualStep(Step):
         The next `backward` outside of the context averages the accumulated gradients. Every rank must run the same
         backward passes in the context.
         """
-        before = self._holds_back  # True in a nested context
-        self._holds_back = True
+        was_in_no_sync = self._is_in_no_sync  # True in a nested context
+        self._is_in_no_sync = True
         try:
             yield
         finally:
-            self._holds_back = before
+            self._is_in_no_sync = was_in_no_sync
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step one optimizer.
@@ -87,23 +89,26 @@ class ManualStep(Step):
             optimizer: The optimizer.
             closure: Computes the loss and runs backward. Default: None.
             **options: Further arguments of the optimizer's `step`.
+
+        Returns:
+            The result of the optimizer's `step`. With loss scaling, the loss of the closure, or None.
         """
         if self._scale is not None:  # GradScaler.step does not accept a closure
             loss = None if closure is None else closure()
             self._scale.unscale(optimizer)
-            self._announce(optimizer)
+            self._begin_optimizer_step(optimizer)
             self._scale.step(optimizer, **options)
             return loss
         if closure is None:
-            self._announce(optimizer)
+            self._begin_optimizer_step(optimizer)
             return optimizer.step(**options)
 
-        def announcing_closure() -> Any:
+        def closure_with_hooks() -> Any:
             loss = closure()
-            self._announce(optimizer)
+            self._begin_optimizer_step(optimizer)
             return loss
 
-        return optimizer.step(closure=announcing_closure, **options)
+        return optimizer.step(closure=closure_with_hooks, **options)
 
     def clip_gradients(self, optimizer: Optimizer, clip: GradientClip) -> None:
         """Clip the gradients of one optimizer's parameters, after dividing them by the loss scale."""
@@ -111,7 +116,8 @@ class ManualStep(Step):
             self._scale.unscale(optimizer)
         self.parts.gradients.clip(parameters_of([optimizer]), clip)
 
-    def _announce(self, optimizer: Optimizer) -> None:
+    def _begin_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Call the hooks before an optimizer step, and record that weights change from now on."""
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.run, self.task, optimizer)
         self.parts.enter(Phase.WEIGHTS)

@@ -77,15 +77,21 @@ class FirstNonFinite:
     def __init__(self, step: Step) -> None:
         device = step.parts.device
         self._step = step
+        # By id, because the == of tensors compares their values: index of the parameter in `_flags`.
         self._index = {id(parameter): i for i, parameter in enumerate(parameters_of(step.optimizers))}
-        self._indices: tuple[int, ...] = ()  # of the parameters with gradients in the last call
+        # Indices of the parameters with gradients in the last call of `note`, and the same on the device. Kept, because
+        # they seldom change and a copy to the device takes time. None before the first call.
+        self._indices: tuple[int, ...] = ()
         self._indices_on_device: torch.Tensor | None = None
+        # The record: the step's number, or -1 if there was none; its loss; one flag per parameter.
         self._number = torch.full((), -1, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
         self._flags = torch.zeros(len(self._index), dtype=torch.bool, device=device)
 
     def note(self, loss: torch.Tensor, number: int) -> None:
         """Check a step between `forward_backward` and `optimizer_step`. With loss scaling, only the loss is checked.
+
+        Does not wait for the device: the record is replaced by `torch.where`, and not by a condition in Python.
 
         Args:
             loss: The result of `forward_backward`.

@@ -60,7 +60,7 @@ class StepParts:
         device, precision: Device and precision of the computation.
         ranks: Data-parallel ranks.
         rank: Rank of this process, for messages.
-        context: Context of each forward, or None.
+        context: Context of each forward, such as autocast. It is entered again for each forward. May be None.
         scaler: Loss scaler, or None.
         training_call, eval_call: `call(name, *args)` runs a step in the engine. None calls the task's method.
         inputs: Precision to which batches are cast.
@@ -72,9 +72,11 @@ class StepParts:
         synchronize: Called before each of several micro-batches with True if its backward must average gradients over
             ranks. Also called with True after a step was discarded. May be None.
         placed: Function that is called with each batch on the device, and returns the batch. May be None.
-        split: Returns this rank's part of a batch's sequences, and the part's weight in the mean over the ranks of the
-            batch (1 on average). None if sequences are not split.
-        finish: Called with the index of the last batch, and True after an optimizer step, False after an evaluation.
+        split: Called with each batch before its transfer to the device. Returns this rank's part of the batch's
+            sequences, and the part's weight in the mean over the ranks of the batch (1 on average). None if sequences
+            are not split.
+        finish: Called with the index of the last batch, and True after an optimizer step, False after an evaluation
+            step. May be None.
         enter: Called with the new `Phase` of a step with manual optimization.
     """
 
@@ -108,8 +110,10 @@ class Step(ABC):
         parts: See `StepParts`.
 
     Attributes:
+        parts: The argument.
         scaler: Loss scaler, or None.
-        stepped: The last group counts as a step without a loss. With manual optimization: an optimizer has stepped.
+        stepped: With manual optimization, True if an optimizer has stepped in the last group, or there is none. The
+            group then counts as a step, although `forward_backward` returns no loss. Otherwise False.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -129,21 +133,31 @@ class Step(ABC):
             task, getattr(parts.run, "datamodule", None), parts.device, parts.inputs, parts.placed
         )
         self._finish = parts.finish
+        # The task's `num_items`. None if the task does not define it, and with manual optimization.
         self._items: Callable[[Any], Any] | None = None
         # A manual step runs backward inside, which must not run in the engine's call.
         training_call = parts.training_call if task.automatic_optimization else None
         self._training_step = bind_step(task, "training_step", training_call)
+        # By name, created at the first use.
         self._eval_steps: dict[str, Callable[..., Any]] = {}
+        # Handles of hooks that `close` removes.
         self._handles: list[Any] = []
-        self._group: Group | None = None  # the last group, for a closure
-        self._loss: torch.Tensor | None = None  # of the last group
-        self._last_idx = 0  # index of the last micro-batch
-        self._zeroed = True  # gradients are freed, so that the next backward may accumulate
+        # The last group and its loss, for a closure of `Optimizer.step`. Set by `forward_backward`, which stores the
+        # group only if a closure is needed. None after the step.
+        self._group: Group | None = None
+        self._loss: torch.Tensor | None = None
+        # Index of the last micro-batch. Set by `forward_backward`.
+        self._last_idx = 0
+        # True if `grad` has no gradients of an earlier step, so that a backward may accumulate. Set to False at the end
+        # of `forward_backward`, and to True when the gradients are freed.
+        self._zeroed = True
         self._needs_closure = False
         self._changed_metrics = ExitStack()
-        if parts.ranks.size < parts.ranks.processes.world_size:  # else torchmetrics' own communication is right
+        # Torchmetrics synchronizes over all processes, which is right if all of them are data-parallel ranks.
+        if parts.ranks.size < parts.ranks.processes.world_size:
             self._changed_metrics.enter_context(metrics_over(self._metric_objects(), parts.ranks))
         gradients = parts.gradients
+        # None if there is nothing to complete, which saves a call in each step.
         self._complete = gradients.complete if overrides(gradients, "complete", Gradients) else None
 
     # Training
@@ -165,8 +179,10 @@ class Step(ABC):
         hooks = self.hooks
         sink = self.sink
         num = len(group.batches)
+        # Weights of this rank's parts of sequences in the means of their batches. None if sequences are not split.
         shares: list[float] | None = None
-        weights: Sequence[Any] | None  # of the micro-batches; None: each weighs 1 / num
+        # Weights of the micro-batches' losses in the group's loss. None weighs each by 1 / num.
+        weights: Sequence[Any] | None
         if self.parts.split is not None:
             shares = self._split(group, self.parts.split)
             weights = group.weights  # of the parts, with the weights of their items
@@ -179,7 +195,7 @@ class Step(ABC):
         skipped: list[int] = []
         for i, batch in enumerate(group.batches):
             idx = group.first_idx + i
-            group.index = i
+            group.index = i  # read by `end_batch`
             # Free the last output and batch before the next forward, which needs the memory.
             output = None
             group.last_batch = None
@@ -215,6 +231,7 @@ class Step(ABC):
         if skipped:
             total = self._skip_batches(skipped, group, weights, total)
         sink.batch = None
+        # First complete the gradients, then unscale them: an overflow on one rank is then seen on all ranks.
         if self._complete is not None and total is not None:
             self._complete()
         if self._scale is not None and total is not None:
@@ -261,7 +278,7 @@ class Step(ABC):
         return same_metric_objects(self._metric_objects())
 
     def _metric_objects(self) -> list[nn.Module]:
-        """Return the metric objects of the task and of callbacks, including their parts."""
+        """Return the metric objects of the task and of callbacks, including metrics within them."""
         modules = list(self.task.modules())
         for callback in self.run.callbacks:
             for value in vars(callback).values():
@@ -270,7 +287,11 @@ class Step(ABC):
         return [module for module in modules if is_metric_object(module)]
 
     def end_batch(self, group: Group) -> None:
-        """Call the hooks at the end of a micro-batch. For the last micro-batch, call this after the optimizer step."""
+        """Call the hooks at the end of micro-batch `group.index`.
+
+        `forward_backward` calls this for all micro-batches but the last. The loop calls it for the last one, after the
+        optimizer step.
+        """
         self.sink.batch = group.last_batch  # it determines the weight of logged values
         is_padding = group.weights is not None and not group.weights[group.index]
         idx = group.first_idx + group.index
@@ -281,7 +302,11 @@ class Step(ABC):
         self.sink.batch = None
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
-        """Return the weights of the micro-batches of a task with `num_items`."""
+        """Return the weights of the micro-batches of a task with `num_items`. Collective.
+
+        Example: rank 0 has micro-batches of 3 and 5 items, and rank 1 of 8 and 0 items. The total is 16. The weights on
+        rank 0 are 2 × 3/16 and 2 × 5/16, because backward averages the gradients over 2 ranks.
+        """
         parts = self.parts
         assert self._items is not None  # checked by the caller
         counts = stack_counts([self._items(batch) for batch in group.batches], parts.device)
@@ -296,7 +321,17 @@ class Step(ABC):
 
     @abstractmethod
     def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        """Correct loss and gradients of a group for its skipped micro-batches. Return the loss."""
+        """Correct loss and gradients of a group for its skipped micro-batches.
+
+        Args:
+            skipped: Their indices in the group.
+            group: The group.
+            weights: Weights of all micro-batches. None for equal weights.
+            total: Sum of the weighted losses. None if all micro-batches were skipped.
+
+        Returns:
+            The corrected loss, or None.
+        """
 
     @abstractmethod
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
@@ -354,6 +389,9 @@ class Step(ABC):
             batch: The batch.
             idx: Index of the batch.
             dataloader_idx: Passed to steps that accept it. Default: None, for a single loader.
+
+        Returns:
+            The result of the step.
         """
         call = self.parts.eval_call
         step: Callable[..., Any] | None
@@ -361,7 +399,7 @@ class Step(ABC):
             step = name if call is None else partial(call, name)
         else:
             step = self._eval_steps.get(name)
-            if step is None:
+            if step is None:  # the first call
                 step = bind_step(self.task, name, call)
                 self._eval_steps[name] = step
         with self._context or nullcontext():
@@ -397,6 +435,7 @@ class AutomaticStep(Step):
         self._own_zero = own_hook(task, "optimizer_zero_grad", TaskModule)
         self._own_clip = own_hook(task, "configure_gradient_clipping", TaskModule)
         self._needs_closure = need_closure(optimizers, parts.precision)
+        # True if `optimizer.step()` is called without arguments.
         self._plain_step = self._own_step is None and self._scale is None and not self._needs_closure
         # Gradients are freed right after the step, which saves their memory during the next forward. If a hook or the
         # task may read them, they are freed where Lightning does it: between the first training_step and its backward.
@@ -415,7 +454,7 @@ class AutomaticStep(Step):
         if not self._zeroed:
             self._zero_gradients(idx)
         is_valid_loss = type(output) is torch.Tensor and output.requires_grad and not output.dim()
-        if is_valid_loss:  # a call fewer in the usual case
+        if is_valid_loss:  # the usual case, without a call of `loss_of`
             loss = output
         else:
             loss = loss_of(output, type(self.task).__name__)
@@ -425,7 +464,7 @@ class AutomaticStep(Step):
             loss = loss * weight
         elif num > 1:
             loss = loss / num
-        # The scale changes after the step, not at the first loss of a group.
+        # With automatic optimization, the scale changes in `optimizer_step`, not at the first loss of a group.
         scaled: torch.Tensor = loss
         if self._scale is not None:
             scaled = self._scale.scale(loss, starts_group=False)
@@ -440,7 +479,8 @@ class AutomaticStep(Step):
         return output, loss.detach()
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        if self.parts.ranks.size > 1:  # they average gradients in their backward, which this rank has not run
+        # The other ranks average gradients in a backward that this rank has not run.
+        if self.parts.ranks.size > 1:
             raise without_loss(type(self.task).__name__, self.parts.rank)
         if total is None:
             return None
@@ -479,7 +519,10 @@ class AutomaticStep(Step):
         return norm
 
     def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
-        """Clip by the task's `configure_gradient_clipping` if it is defined, also if clipping is disabled."""
+        """Clip by the task's `configure_gradient_clipping` if it is defined, also if clipping is disabled.
+
+        Return None if the norm is not known: with the task's own clipping, and for clipping by value.
+        """
         if self._own_clip is not None:
             value = None if clip is None else clip.value
             algorithm = None if clip is None else clip.algorithm
@@ -510,6 +553,7 @@ class AutomaticStep(Step):
         return closure
 
     def _zero_gradients(self, idx: int) -> None:
+        """Free the gradients of the last step, between the first `training_step` of a group and its backward."""
         epoch = self.run.state.epoch
         for optimizer in self.optimizers:
             for hook in self.hooks.on_before_zero_grad:

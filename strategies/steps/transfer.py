@@ -45,7 +45,9 @@ def make_transfer(
     precision: Precision,
     placed: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any] | None:
-    """Return a function `transfer(batch, dataloader_idx=0)`, or None if batches need no transfer.
+    """Return a function `transfer(batch, dataloader_idx=0)`.
+
+    Return None on the CPU, if there are no transfer hooks, no cast of inputs and no `placed`.
 
     Args:
         task: The task, whose transfer hooks have precedence.
@@ -64,6 +66,7 @@ def make_transfer(
             return None
         return bind(method_of(datamodule, name), name, arguments_of(TaskModule, name))
 
+    # The order of a batch's functions: before → transfer (or move_batch) → after → placed.
     move_batch: Callable[[Any], Any] = partial(move, device=device, float_dtype=precision.param_dtype)
     before = find("on_before_batch_transfer")
     transfer = find("transfer_batch_to_device")
@@ -77,7 +80,7 @@ def make_transfer(
             return lambda batch, dataloader_idx=0: placed(move_batch(batch))
         return lambda batch, dataloader_idx=0: move_batch(batch)
 
-    def hooked(batch: object, dataloader_idx: int = 0) -> Any:
+    def transfer_with_hooks(batch: object, dataloader_idx: int = 0) -> Any:
         if before is not None:
             batch = before(batch, dataloader_idx)
         if transfer is not None:
@@ -90,4 +93,4 @@ def make_transfer(
             batch = placed(batch)
         return batch
 
-    return hooked
+    return transfer_with_hooks

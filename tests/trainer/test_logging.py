@@ -171,3 +171,13 @@ def test_step_values_of_a_validation_are_known_without_a_logger() -> None:
     trainer = quiet_trainer(max_epochs=1, logger=False)
     trainer.fit(Task(), regression_loader(2), regression_loader(4))
     assert "b" in trainer.logged_metrics
+
+
+def test_a_log_method_that_the_user_has_replaced_stays_after_the_run() -> None:
+    task = RegressionTask()
+    names: list[str] = []
+    replacement = lambda name, value, **options: names.append(name)  # noqa: E731
+    task.log = replacement  # type: ignore[method-assign]
+    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
+    assert names
+    assert task.log is replacement

@@ -123,10 +123,10 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
             assert required(task) == [True] * 4
         with contextlib.suppress(ZeroDivisionError), second.toggle_model(sync_grad=False):
             assert required(task) == [False, False, True, True]
-            assert task.trainer.strategy.step._holds_back
+            assert task.trainer.strategy.step._is_in_no_sync
             raise ZeroDivisionError
         assert required(task) == [True] * 4
-        assert not task.trainer.strategy.step._holds_back
+        assert not task.trainer.strategy.step._is_in_no_sync
 
     quiet_trainer(max_epochs=1).fit(Two(body), regression_loader(3))
 

@@ -32,9 +32,10 @@ class Family:
 
     Attributes:
         counts: Values of the model's configuration that must be divisible by the number of ranks.
-        styles: Name of a module → its style.
+        styles: Name of a module → its style. The names are of one module each: `"q"` selects `"layer.*.q"`, and not
+            `"layer.*.wq"`.
         embeddings: Names of the token embeddings.
-        head: Name of the layer that computes logits.
+        head: Name of the layer that computes logits. Models without this layer have no such module.
         along_sequence: Styles that override `styles` for sequence parallelism. None if it is not supported.
     """
 
@@ -117,7 +118,12 @@ def ready_plan(
         loss_parallel: Do not gather logits, and compute `cross_entropy` on the shards of the logits.
 
     Raises:
-        ConfigurationError: The model is not supported, or its number of heads is not divisible by `tp`.
+        ConfigurationError: The model or an option is not supported, or its number of heads is not divisible by `tp`.
+            With `loss_parallel`, also if the size of the vocabulary is not.
+
+    Returns:
+        Name of a module in the task → its style. The blocks of a list have one entry with `*`, such as
+        `{"model.layers.*.mlp.up_proj": "colwise", "lm_head": "colwise_gathered"}`.
     """
     family = _family(model)
     if family is None:
@@ -144,25 +150,28 @@ def ready_plan(
             f"model.resize_token_embeddings(pad_to_multiple_of={tp})."
         )
     styles = {**family.styles, **dict.fromkeys(family.embeddings, "embedding")}
-    layouts = None  # of the head's input
+    head_input = None  # placement of the head's input; None for the full sequence on every rank
     names = with_stars(model)
     if sequence_parallel and family.along_sequence is not None:
-        layouts = Shard(1)
+        head_input = Shard(1)
         styles |= family.along_sequence
         # Only the first block splits the sequence, so that its name is needed beside "layers.*".
         names += [name for name, _ in model.named_modules() if name.endswith("layers.0")]
     if loss_parallel:
-        styles[family.head] = LossParallel(input_layouts=layouts)
-    elif layouts is None:
+        styles[family.head] = LossParallel(input_layouts=head_input)
+    elif head_input is None:
         styles[family.head] = "colwise_gathered"
     else:
-        styles[family.head] = ColwiseParallel(input_layouts=layouts, output_layouts=Replicate())
+        styles[family.head] = ColwiseParallel(input_layouts=head_input, output_layouts=Replicate())
     plan: dict[str, Any] = {}
     for name in names:
         for end, style in styles.items():
-            if f".{name}".endswith(f".{end}"):
+            # For example, "self_attn.q_proj" selects "layers.*.self_attn.q_proj". The dots compare complete parts of
+            # the names: "q" must not select "wq", but must select a module with the full name "q".
+            is_selected = f".{name}".endswith(f".{end}")
+            if is_selected:
                 name_in_task = f"{prefix}.{name}" if prefix else name
-                plan[name_in_task] = style
+                plan[name_in_task] = style  # if several ends match, the last one
     return plan
 
 
@@ -175,7 +184,11 @@ class PlansLayers(Protocol):
 
 
 def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Plan:
-    """Return the first plan that exists: the strategy's (`given`), the task's, or a built-in one. Not collective."""
+    """Return the first plan that exists: the strategy's (`given`), the task's, or a built-in one. Not collective.
+
+    Raises:
+        ConfigurationError: There is no plan, or a built-in plan does not support the model.
+    """
     plan = given(task, mesh) if callable(given) else given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
@@ -224,7 +237,7 @@ def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None 
 
 
 class _NeedsMesh(Exception):
-    """A plan needs more of the mesh than the sizes of its axes."""
+    """Error of `PlannedMesh` if a plan needs more of the mesh than the sizes of its axes. `check_plan` catches it."""
 
 
 class PlannedMesh:
@@ -260,6 +273,7 @@ def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, i
     except _NeedsMesh:
         return
     except AttributeError as error:
+        # The plan uses an attribute that only a DeviceMesh has, such as `get_group`.
         if isinstance(error.obj, PlannedMesh):
             return
         raise
@@ -267,6 +281,7 @@ def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, i
 
 
 def _family(module: nn.Module) -> Family | None:
+    """Return the family of a transformers model by the `model_type` of its configuration. None if it is unknown."""
     config = getattr(module, "config", None)
     kind = getattr(config, "model_type", None)
     return FAMILIES.get(kind) if isinstance(kind, str) else None  # `config` may be any object

@@ -124,12 +124,14 @@ class SplitEmbedding(ParallelStyle):
         rows_per_rank = -(-module.num_embeddings // device_mesh.size())
         first = rows_per_rank * device_mesh.get_local_rank()
         num = len(_local(module.weight))
-        padding = None  # row of this rank that gets no gradient
+        # The padding row gets no gradient. Its index on this rank is None if another rank has it.
+        padding = None
         if module.padding_idx is not None and 0 <= module.padding_idx - first < num:
             padding = module.padding_idx - first
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             rows = ids - first
+            # Rows of other ranks: look up row 0 instead, and replace the result by 0, which adds nothing to the sum.
             remote = (rows < 0) | (rows >= num)
             looked_up = functional.embedding(rows.masked_fill(remote, 0), _local(module.weight), padding)
             part = looked_up.masked_fill(remote.unsqueeze(-1), 0)
@@ -234,7 +236,7 @@ def _embedding(module: nn.Module) -> ParallelStyle:
     return RowwiseParallel(input_layouts=Replicate())
 
 
-# name → function that creates the style for a module
+# The names of styles in plans → function that creates the style for a module
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
@@ -256,6 +258,7 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def _split_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a module's parameter by a DTensor of which this rank has a shard."""
     full: Any = getattr(module, name)
     # Every rank has the same full parameter, so that nothing is broadcast.
     shard = distribute_tensor(full, mesh, [placement], src_data_rank=None)
@@ -273,5 +276,9 @@ def _gathered_input(inputs: torch.Tensor, mesh: DeviceMesh, layout: Placement) -
 
 
 def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
+    """Return this rank's part of a tensor with the placement `target`, from its part with the placement `source`.
+
+    For example, `Partial()` → `Replicate()` sums over the ranks, and `Replicate()` → `Shard(1)` cuts the sequence.
+    """
     distributed = DTensor.from_local(tensor, mesh, [source], run_check=False)
     return distributed.redistribute(placements=[target]).to_local()

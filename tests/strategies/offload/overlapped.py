@@ -81,15 +81,15 @@ class LateStream(CopyStream):
         self.num_queued += 1
         self.waiting.append((self.num_queued, copy))
         if source is not None:
-            self._kept.append(source)
-            self.most_kept = max(self.most_kept, sum(each.nbytes for each in self._kept))
+            self._sources.append(source)
+            self.most_kept = max(self.most_kept, sum(each.nbytes for each in self._sources))
         return self.num_queued
 
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         made = torch.full_like(source, float("nan"))
         return made, self.queue(lambda: copy_to(made, source), source=source)
 
-    def join(self, event: Any, made: Iterable[torch.Tensor] = ()) -> None:
+    def join(self, event: Any, allocated: Iterable[torch.Tensor] = ()) -> None:
         self.wait(event)
 
     def wait(self, event: Any) -> None:
@@ -101,7 +101,7 @@ class LateStream(CopyStream):
 
     def synchronize(self) -> None:
         self.wait(self.num_queued)
-        self._kept.clear()
+        self._sources.clear()
 
 
 def copy_to(target: torch.Tensor, source: torch.Tensor) -> None:
