@@ -13,7 +13,7 @@ class MicroBatch:
 
     Attributes:
         is_padding: The rank has run out of data before other ranks, and repeats a batch. It has no weight.
-        num_real: Number of batches of this round, over all ranks, that are not padding. None: none is padding.
+        num_real: Number of batches of this round, over all ranks, that are not padding. None if none is padding.
         num_rows: Number of samples of a micro-batch that may not be full. None for a full micro-batch.
     """
 
@@ -86,22 +86,28 @@ class Habit:
 
     The loader knows which batch is the last one. How many micro-batches begin after its delivery depends on the loop:
     one in a plain loop, several in a loop that fetches ahead or divides batches. The newest complete cycle of the loop
-    predicts its last one: 4 batches and then 4 micro-batches, or 1 batch and then 2 micro-batches. A cycle with a
-    single micro-batch has skipped its other batches. If cycles differ, each micro-batch after the last delivery may be
-    the last one.
+    predicts its last one. A cycle with a single micro-batch has skipped its other batches. If cycles differ, each
+    micro-batch after the last delivery may be the last one.
+
+    Cycles, as (received batches, begun micro-batches):
+
+    - A plain loop over 3 batches: (1, 1), (1, 1), (1, 1).
+    - A loop that fetches 4 batches and then trains them: (4, 4), (4, 4), ….
+    - A loop that divides each batch into 2 micro-batches: (1, 2), (1, 2), ….
+    - A loop that begins a batch when it has received the next one, over 3 batches: (2, 1), (1, 1), and one micro-batch
+      after the end of the data, which is late.
     """
 
     def __init__(self) -> None:
-        self._pass: Pass | None = None
-        self._num_begun = 0  # in this pass
-        self._cycle = _Cycle(0)
+        self._pass: Pass | None = None  # to which the current micro-batch belongs
+        self._num_begun = 0  # micro-batches in this pass
+        self._cycle = _Cycle(0)  # the current one
         self._num_before = 0  # batches of this pass that were received before this cycle
         self._complete: _Cycle | None = None  # the newest complete cycle
-        self._is_steady = True
-        # A loop that begins each batch only when it has received the next one begins its last ones after the end.
-        self._began_after_end = False  # this cycle
-        self._num_late = 0
-        self._num_late_before = 0  # in the pass before
+        self._is_steady = True  # all complete cycles had the same number of micro-batches for each batch
+        self._began_after_end = False  # this cycle began after the end of the data
+        self._num_late = 0  # micro-batches of this pass that began after the end of the data
+        self._num_late_before = 0  # the same of the previous pass
 
     def begin(self, reading: Pass) -> bool:
         """Record that a micro-batch begins. Return False if an earlier one already seemed to be the last one."""
@@ -135,25 +141,25 @@ class Habit:
         self._complete = self._cycle
 
     def is_last(self, reading: Pass, num_steps: int) -> bool:
-        """Return whether the present micro-batch is probably the last one of its pass."""
+        """Return whether the current micro-batch is probably the last one of its pass."""
         return reading.ends_data and self._cycle.num_begun >= self._num_expected(num_steps)
 
     def num_left(self, reading: Pass, num_steps: int) -> int | None:
-        """Return how many micro-batches will probably begin in this pass after the present one. None if unknown."""
+        """Return how many micro-batches will probably begin in this pass after the current one. None if unknown."""
         if reading.num_left is None:
             return None
         in_cycle = max(0, self._num_expected(num_steps) - self._cycle.num_begun)
         return in_cycle + round(reading.num_left * self._parts)
 
     def batch_number(self) -> int:
-        """Return the number in its pass (1-based) of the batch to which the present micro-batch belongs."""
+        """Return the number in its pass (1-based) of the batch to which the current micro-batch belongs."""
         num_received = self._num_before + self._cycle.num_received
         if self._skips:
             return num_received - max(0, self._num_late_before - self._num_late)
         return min(num_received, self._num_before + math.ceil(self._cycle.num_begun / self._parts))
 
     def num_held(self, reading: Pass) -> int | None:
-        """Return how many of the newest batches of a pass have not begun. None: of this loader, none ever begins."""
+        """Return how many of the newest batches of a pass have not begun. None if batches of its loader never begin."""
         if reading is self._pass:
             return reading.num_delivered - self.batch_number()
         if self._pass is not None and self._pass.loader is reading.loader:  # a new pass over the same loader
