@@ -127,6 +127,17 @@ class LoopCheckpoints:
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
+    def for_engine(self, engine: Engine) -> LoopCheckpoints:
+        """Return the checkpoints of the same loop with another engine, with the same folders and hooks.
+
+        Call `close` of this object first.
+        """
+        checkpoints = LoopCheckpoints(engine, self.folders)
+        # The same dicts, so that handles of earlier hooks still remove them.
+        checkpoints.save_hooks = self.save_hooks
+        checkpoints.load_hooks = self.load_hooks
+        return checkpoints
+
     def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
         """Let later saves call a function first. Return a handle that removes it."""
         handle = RemovableHandle(self.save_hooks)
