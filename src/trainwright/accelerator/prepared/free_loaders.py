@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -203,6 +203,18 @@ class DataLoaderShard(_Loader):
         self._num_read = 0
 
 
+class _RoundFacts(NamedTuple):
+    """Facts of a round of `DataLoaderDispatcher` that every process receives with its batch.
+
+    Attributes:
+        num_rows: Samples of the round over all processes, without those that complete it.
+        is_last: True for the last round of the pass.
+    """
+
+    num_rows: int
+    is_last: bool
+
+
 class DataLoaderDispatcher(_Loader):
     """DataLoader that only the first process reads. It sends each other process that process's part of the data.
 
@@ -261,10 +273,10 @@ class DataLoaderDispatcher(_Loader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Iterate over this process's batches of the next epoch. Collective."""
         num_skipped = self._begin()
-        for number, (batch, (rows, is_last)) in enumerate(self._transfer.iterate(self._read)):
-            if is_last:
+        for number, (batch, facts) in enumerate(self._transfer.iterate(self._read)):
+            if facts.is_last:
                 self.end_of_dataloader = True
-                self.remainder = rows
+                self.remainder = facts.num_rows
             if number >= num_skipped:
                 self._num_read = number + 1
                 yield send_to_device(batch, self.state.device, non_blocking=self._non_blocking)
@@ -272,22 +284,26 @@ class DataLoaderDispatcher(_Loader):
         self._num_read = 0
 
     def _read(self) -> Iterator[Round]:
-        """Yield each round's parts, its number of rows, and True for the last round. First process only."""
+        """Yield the rounds of a pass, each with `_RoundFacts`. First process only."""
         world = self._world
         rounds = self._joined_rounds(super().__iter__())
-        first: Any = None
+        first_samples: Any = None  # of the first round, one for each process
         batch = next(rounds, None)
         while batch is not None:
             upcoming = next(rounds, None)
-            rows = rows_of(batch)
-            share = rows // world
-            if first is None and not self._drop_last:
-                first = self._slice(batch, 0, world, 0)
-            if upcoming is None and rows % world and not self._drop_last:
-                batch = concatenate([batch, first])
-                share += 1
-            shares = [self._slice(batch, place * share, (place + 1) * share, place) for place in range(world)]
-            yield shares, (rows, upcoming is None)
+            is_last = upcoming is None
+            num_rows = rows_of(batch)
+            share_size = num_rows // world
+            if first_samples is None and not self._drop_last:
+                first_samples = self._slice(batch, 0, world, 0)
+            if is_last and num_rows % world and not self._drop_last:
+                # 10 samples for 4 processes: with 4 more samples, each process gets 3, and 2 samples are left over.
+                batch = concatenate([batch, first_samples])
+                share_size += 1
+            shares = []
+            for place in range(world):
+                shares.append(self._slice(batch, place * share_size, (place + 1) * share_size, place))
+            yield Round(shares, _RoundFacts(num_rows, is_last))
             batch = upcoming
 
     def _joined_rounds(self, batches: Iterator[Any]) -> Iterator[Any]:
