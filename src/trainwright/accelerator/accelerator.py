@@ -935,6 +935,9 @@ class Accelerator:
 
         Args:
             optimizer: One or several optimizers, prepared or not. Default: None, all prepared optimizers.
+
+        Raises:
+            ConfigurationError: A backward has added to gradients that were already divided.
         """
         if self._scale is None:
             return
