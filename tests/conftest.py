@@ -184,7 +184,8 @@ def _process_group_destroyed() -> Iterator[None]:
         partial_state.PartialState._reset_state()
     settings = sys.modules.get("trainwright.accelerator.settings")
     if settings is not None:
-        settings._living.clear()  # else an Accelerator that is not yet collected warns the next test's
+        # Otherwise, an Accelerator that is not yet collected would cause a warning in the next test.
+        settings._precision_of_accelerators.clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

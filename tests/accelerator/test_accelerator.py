@@ -263,6 +263,23 @@ def test_what_programs_read_of_accelerate_s_lists() -> None:
     assert not accelerator._dataloaders
 
 
+def test_hooks_of_states_remain_registered_after_free_memory(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    calls: list[str] = []
+    save_handle = accelerator.register_save_state_pre_hook(lambda *_: calls.append("save"))
+    load_handle = accelerator.register_load_state_pre_hook(lambda *_: calls.append("load"))
+    accelerator.free_memory()
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    assert calls == ["save", "load"]
+    save_handle.remove()
+    load_handle.remove()
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    assert calls == ["save", "load"]
+
+
 def test_a_state_is_saved_with_the_arguments_that_scripts_pass(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))

@@ -80,7 +80,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CLIPS_THAT_MEET = 2  # A script that clips on the main process alone does so from its first step on.
+# Clips at which the processes wait for each other, so that a process that does not call `clip_grad_norm_` is reported
+# instead of waited for. A script that clips on the main process alone does so from its first step on, so that later
+# clips need no check.
+_NUM_CHECKED_CLIPS = 2
 
 
 class Accelerator:
@@ -153,6 +156,12 @@ class Accelerator:
     use_seedable_sampler: ClassVar[bool] = True  # shuffled data has the order of a seed
     non_blocking: ClassVar[bool] = True  # batches are copied to the device without waiting
 
+    # State of the loop. `_begin` creates these fields, also again when `free_memory` has replaced the engine.
+    _scale: LossScale | None  # None unless fp16 losses are scaled
+    _make_context: Callable[..., AbstractContextManager[Any]] | None  # context of a forward; None: none is needed
+    _groups: LoopGroups  # of micro-batches, one group for each optimizer step
+    _prepared: PreparedObjects
+
     @known_arguments(refuse_unknown)
     def __init__(
         self,
@@ -188,8 +197,9 @@ class Accelerator:
         self.project_configuration = project_of(project_dir, project_config)
         self.log_with = read_trackers(log_with, self.project_configuration.logging_dir)
         self._loader_config = loader_settings(split_batches, seed, dataloader_config)
-        self._seed_is_given = self._loader_config.data_seed is not None
-        self._settings = settings = read_settings(
+        self._has_passed_seed = self._loader_config.data_seed is not None  # False: `load_state` may set another seed
+        # All arguments are checked before this process joins the others.
+        settings = read_settings(
             mixed_precision=mixed_precision,
             steps=gradient_accumulation_steps,
             accumulation=gradient_accumulation_plugin,
@@ -207,50 +217,64 @@ class Accelerator:
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
         )
-        self.state = AcceleratorState(cpu=settings.cpu, **settings.group_options)
+        self._settings = settings
+        self.state = AcceleratorState(cpu=settings.cpu, **settings.group_options)  # joins the other processes
         if settings.argument == "deepspeed_plugin":
             self.state.share_deepspeed_plugins(cast("dict[str, DeepSpeedPlugin]", settings.plugins))
         self.state.joined().watch_loop()
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
         if self.strategy.runs_on is not None:
+            # The state has selected its device before the strategy, which runs only on this type of device.
             PartialState._shared_state["device"] = self.engine.device
         self.device_placement = device_placement
         self.rng_types = None if rng_types is None else [RNGType(kind) for kind in rng_types]
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.schedule_steps = schedule_steps_of(schedule_steps)
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
-        self._registered: list[Any] = []
+        self._registered: list[Any] = []  # the objects of `register_for_checkpointing`
         self._trackers = LoopTrackers(self.log_with, self.project_configuration.logging_dir)
-        self._traces: list[str] = []
+        self._traces: list[str] = []  # paths of the traces that `profile` has written
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(
             self._loader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
         )
-        self._trigger = False
-        self._joins = False  # within join_uneven_inputs
-        self._num_met_clips = 0
-        self._signal: LoopSignal | None = None  # until should_stop is read
+        self._trigger = False  # this rank has called `set_trigger` since the last `check_trigger`
+        self._is_in_join = False  # within the context of `join_uneven_inputs`
+        self._num_checked_clips = 0  # calls of `clip_grad_norm_`, up to _NUM_CHECKED_CLIPS
+        self._signal: LoopSignal | None = None  # None until `should_stop` is read for the first time
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
+        self._publish_settings()
+
+    def _publish_settings(self) -> None:
+        """Store the precision and the plugins in the state that all Accelerators share."""
         self.state.mixed_precision = self.mixed_precision
         self.state._engine_type = self.strategy.distributed_type
         self.state.fsdp_plugin = self.fsdp_plugin
         self.state.torch_tp_plugin = self.torch_tp_plugin
         self.state.megatron_lm_plugin = self.megatron_lm_plugin
         self.state.parallelism_config = self.parallelism_config
-        self.state.dynamo_plugin = settings.dynamo
+        self.state.dynamo_plugin = self._settings.dynamo
         if self.deepspeed_plugin is not None:
             for plugin in self.state.deepspeed_plugins.values():
                 plugin.set_mixed_precision(self.mixed_precision)
             self.state.select_deepspeed_plugin(str(self.state.selected_plugin))
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
-        """Create the state of a loop without prepared objects."""
+        """Create the state of a loop without prepared objects, for an engine that has started.
+
+        Args:
+            seed: Seed of the data order. None: torch's initial seed, which is read when the first loader is prepared.
+            num_steps: Micro-batches of one optimizer step.
+            warns: Warn about the first short group; see `LoopGroups`.
+        """
         self.state.device_mesh = self.engine.mesh
         scaler = self._settings.make_scaler(self.engine.gradients)
         self._scale = None if scaler is None else LossScale(scaler)
         context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
-        self._make_context = context if context is None or self.engine.autocasts else nullcontext
+        if context is not None and not self.engine.autocasts:
+            context = nullcontext  # the engine casts itself; the wrapper of the model still widens outputs to float32
+        self._make_context = context
         megatron = None
         if self._settings.megatron is not None:
             from trainwright.accelerator.megatron.megatron_loop import MegatronLoop  # imports all of FSDP
@@ -288,12 +312,16 @@ class Accelerator:
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        config = loader_settings(False, self._prepared.seed, value)
+        config = loader_settings(False, self._prepared.seed, value)  # raises an error if another seed is in use
         self._prepared.seed = config.data_seed
-        self._seed_is_given = self._seed_is_given or value.data_seed is not None
-        if not self._seed_is_given:
-            config = replace(config, data_seed=None)  # otherwise torch's seed would be a passed one if it is assigned
-        self._loader_config = self._prepared.loader_config = config
+        if value.data_seed is not None:
+            self._has_passed_seed = True
+        if not self._has_passed_seed:
+            # The seed is torch's, which `loader_settings` has filled in. A script that assigns the same configuration
+            # again, such as `accelerator.dataloader_config = accelerator.dataloader_config`, does not pass a seed.
+            config = replace(config, data_seed=None)
+        self._loader_config = config
+        self._prepared.loader_config = config  # the same object, so that a change of a field has an effect
 
     @property
     def split_batches(self) -> bool:
@@ -418,11 +446,14 @@ class Accelerator:
         return self.engine.mesh is not None
 
     def _rank_along(self, axis: str) -> int:
+        """Return this process's index along an axis of the mesh. 0 if the mesh does not have the axis."""
         mesh = self.engine.mesh
-        if mesh is None:
+        if mesh is None:  # each process is a replica, as with DDP
             return self.engine.data_ranks.rank if axis == "dp_replicate" else 0
-        found: int = mesh.get_local_rank(axis) if axis in mesh.mesh_dim_names else 0
-        return found
+        if axis not in mesh.mesh_dim_names:
+            return 0
+        rank: int = mesh.get_local_rank(axis)
+        return rank
 
     @property
     def data_parallel_rank(self) -> int:
@@ -508,7 +539,7 @@ class Accelerator:
         Raises:
             ConfigurationError: There are several processes, to which prepared objects hold connections.
         """
-        state = {**vars(self), "_signal": None}
+        state = {**vars(self), "_signal": None}  # handlers of signals belong to a process
         if self.state.num_processes == 1:
             return state
         if self._prepared:
@@ -516,29 +547,36 @@ class Accelerator:
                 "this Accelerator holds connections to other processes, which cannot be pickled. Pickle it before "
                 "prepare(), or pickle accelerator.unwrap_model(model) and state dicts."
             )
-        for name in ("engine", "_checkpoints", "_groups", "_scale", "_make_context"):
+        # `__setstate__` creates these again, and needs two values for that.
+        for name in ("engine", "_checkpoints", "_groups", "_scale", "_make_context", "_prepared"):
             del state[name]
-        return {**state, "_prepared": (self._prepared.seed, self.gradient_accumulation_steps)}
+        return {**state, "_to_begin": {"seed": self._prepared.seed, "num_steps": self.gradient_accumulation_steps}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        to_begin: dict[str, Any] | None = state.pop("_to_begin", None)  # None: a run with one process
         vars(self).update(state)
-        if "engine" not in state:
+        if to_begin is not None:
             self.engine = self._settings.selection.engine()
             self.engine.start(self.state.topology)
             self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
-            seed, num_steps = state["_prepared"]
-            self._begin(seed, num_steps, warns=self.state.is_main_process)
+            self._begin(**to_begin, warns=self.state.is_main_process)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the plugin that was passed as the constructor's argument `name`, or None if it was not passed. Other
-        names are attributes of `AcceleratorState`: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …
+        """Return the plugin of the constructor's argument `name`, which may come from the launcher's variables.
+
+        None if another argument, or none, selects the strategy. Other names are attributes of `AcceleratorState`:
+        `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …
         """
-        if name.startswith("_") or "state" not in vars(self):
+        if name.startswith("_") or "state" not in vars(self):  # while the object is created or unpickled
             raise AttributeError(name)
-        if name == "parallelism_config" and self._settings.arrangement is not None:
-            return self._settings.arrangement
+        settings = self._settings
+        if name == "parallelism_config" and settings.arrangement is not None:  # passed in addition to a plugin
+            return settings.arrangement
         if name in PLUGINS:
-            return next(iter(self._settings.plugins.values())) if name == self._settings.argument else None
+            if name != settings.argument:
+                return None
+            (plugin,) = settings.plugins.values()  # only `deepspeed_plugin`, a property, may have several
+            return plugin
         try:
             return getattr(self.state, name)
         except AttributeError:
@@ -556,6 +594,10 @@ class Accelerator:
             args: The objects, in any order. The result has the same order: a tuple, or the object if it is only one.
             device_placement: Move objects to the device: one bool, or a list with one bool or None per object. Default:
                 None, which is the value of the constructor.
+
+        Raises:
+            ConfigurationError: `device_placement` has the wrong length, ranks prepare different models, or an object is
+                not supported.
         """
         if isinstance(device_placement, Sequence):
             placements = list(device_placement)
@@ -568,8 +610,8 @@ class Accelerator:
             )
         placed = [self._is_placed(placement) for placement in placements]
         with self._use_selected_plugin([one for one in args if isinstance(one, nn.Module)]):
-            found = self._prepared.prepare(args, placed, steps_with_optimizer=self.step_scheduler_with_optimizer)
-        return found[0] if len(found) == 1 else tuple(found)
+            results = self._prepared.prepare(args, placed, steps_with_optimizer=self.step_scheduler_with_optimizer)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _is_placed(self, placement: bool | None) -> bool:
         return self.device_placement if placement is None else placement
@@ -592,7 +634,11 @@ class Accelerator:
             return self._prepared.prepare_models([model], placed, evaluation_mode=evaluation_mode)[0]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Return an optimizer whose `step` only has an effect in the last micro-batch of a group. Not collective."""
+        """Return an optimizer whose `step` only has an effect in the last micro-batch of a group. Not collective.
+
+        `device_placement` has no effect: an optimizer's state is where its parameters are.
+        """
+        del device_placement
         return self._prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
@@ -621,7 +667,10 @@ class Accelerator:
         return self._prepared.loader(data_loader, placed=placed, slice_fn=slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
-        """Return a prepared loader that skips `num_batches` batches of each pass; see `AcceleratedLoader.skip`."""
+        """Return a prepared loader that skips the first `num_batches` batches of each pass.
+
+        See `AcceleratedLoader.skip`.
+        """
         return self.prepare_data_loader(dataloader).skip(num_batches)
 
     # The step
@@ -629,7 +678,10 @@ class Accelerator:
     def backward(
         self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: object
     ) -> None:
-        """Run backward on the weighted loss of a micro-batch. Collective in the last micro-batch of a group.
+        """Run backward on the weighted loss of a micro-batch.
+
+        Collective in the last micro-batch of a group. With `sync_each_batch` or a sharded strategy, collective in every
+        micro-batch.
 
         Without `num_items`, the loss is divided by `gradient_accumulation_steps`. If the last group of a pass has fewer
         micro-batches, its losses are divided by the same number, with one warning; `short_group` of
@@ -663,14 +715,15 @@ class Accelerator:
         loss = self._groups.weigh(loss, num_items)
         if self._scale is not None:
             loss = self._scale.scale(loss, starts_group=self._groups.starts_group)
-        if self._groups.holds_back:
+        if self._groups.holds_back:  # a loop has set `sync_gradients = False` itself, without a block of `accumulate`
             with self._no_sync_of(()):
                 self.engine.backward(loss, **kwargs)
             return None
         self.engine.backward(loss, **kwargs)
         if self._groups.sync_gradients:
             self._groups.complete()
-            if self._signal is not None and not self._joins:
+            # Not in `join_uneven_inputs`: processes that have left the loop early would miss the exchange.
+            if self._signal is not None and not self._is_in_join:
                 self._signal.end_step()
         return None
 
@@ -678,7 +731,8 @@ class Accelerator:
         """Run all micro-batches of one optimizer step forward and backward. Collective.
 
         A pipeline runs all micro-batches together. Other strategies run one micro-batch after the other, and average
-        gradients in the last micro-batch. All micro-batches have the same weight.
+        gradients in the last micro-batch. All micro-batches have the same weight. Use `gradient_accumulation_steps=1`:
+        without a pipeline, the gradients are also divided by this number, as in `backward`.
 
         Args:
             step: Function of a micro-batch that returns the loss (0-dim, with a graph). In a pipeline, the function
@@ -692,18 +746,18 @@ class Accelerator:
         if self._prepared.megatron is not None:
             step = self._prepared.megatron.direct(step)
         if self._prepared.run_group is not None:
-            found = self._prepared.run_group(step, batches).detach()
+            mean_loss = self._prepared.run_group(step, batches).detach()
             self.engine.gradients.complete()
-            return found
-        losses: list[torch.Tensor] = []
+            return mean_loss
+        weighted_losses: list[torch.Tensor] = []
         for i, batch in enumerate(batches):
-            with ExitStack() as stack:
-                for model in self._prepared.models if i < len(batches) - 1 else ():
-                    stack.enter_context(self.no_sync(model))
+            is_last = i == len(batches) - 1
+            block = nullcontext() if is_last else self._no_sync_of(())
+            with block:
                 loss = step(batch) / len(batches)
                 self.backward(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
+            weighted_losses.append(loss.detach())
+        return torch.stack(weighted_losses).sum()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return a context for one micro-batch. Only the last context of a group averages gradients over processes.
@@ -711,26 +765,34 @@ class Accelerator:
         In the other contexts, `step` and `zero_grad` of prepared optimizers have no effect.
 
         Args:
-            models: Models that are trained in the context, each with one forward and backward. None: all models.
+            models: Models that are trained in the context, each with one forward and backward. Without models, all
+                prepared models are meant.
         """
         return MicroBatchBlock(self._groups, models, self._no_sync_of)
 
     def _no_sync_of(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which backward averages no gradients of models. Without models, of all."""
+        """Return a context in which backward averages no gradients of models. `()` stands for all prepared models.
+
+        The contexts of the models are entered in this call, and left with the returned one.
+        """
         with ExitStack() as stack:
             for model in models or self._prepared.models:
                 stack.enter_context(self.no_sync(model))
-            return stack.pop_all()
+            return stack.pop_all()  # otherwise, the end of this block would leave the contexts
 
     def _accumulated_parameters(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
-        """Return the parameters of models, and of the optimizers of these models. Without models, of all."""
+        """Return the parameters whose gradients accumulate in groups of `models`. `()` stands for all prepared models.
+
+        An optimizer of one of the models may also have parameters that belong to no model, such as a temperature.
+        """
         of_models: list[torch.Tensor] = []
         for model in models or self._prepared.models:
             of_models.extend(model.parameters())
         parameters = dict.fromkeys(self.engine.gradients.stored(of_models))  # in order, without duplicates
         for optimizer in self._prepared.optimizers:
             of_optimizer = parameters_of([optimizer])
-            if not models or not parameters.keys().isdisjoint(of_optimizer):
+            trains_models = not parameters.keys().isdisjoint(of_optimizer)
+            if not models or trains_models:
                 parameters.update(dict.fromkeys(of_optimizer))
         return list(parameters)
 
@@ -783,17 +845,17 @@ class Accelerator:
                 stacklevel=3,
             )
             block = nullcontext()
-            even_batches = None
+            even_batches = None  # processes that do not join need equal numbers of batches
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self._prepared.dataloaders:
                     stack.enter_context(loader.divided(even_batches))
             stack.enter_context(block)
-            self._joins = True
+            self._is_in_join = True
             try:
                 yield
             finally:
-                self._joins = False
+                self._is_in_join = False
 
     def maybe_context_parallel(
         self,
@@ -869,7 +931,14 @@ class Accelerator:
         return profiled(options, self.process_index, self.wait_for_everyone, self._traces)
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Divide the gradients of `optimizer` (None: of all prepared optimizers) by the fp16 scale, once per step."""
+        """Divide gradients by the fp16 scale. A second call in the same step has no effect.
+
+        Args:
+            optimizer: One or several optimizers, prepared or not. Default: None, all prepared optimizers.
+
+        Raises:
+            ConfigurationError: A backward has added to gradients that were already divided.
+        """
         if self._scale is None:
             return
         if optimizer is None:
@@ -881,8 +950,11 @@ class Accelerator:
         for one in optimizers:
             self._scale.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
-    def _unscale_those_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Unscale the optimizers of the parameters. Other optimizers may still accumulate gradients."""
+    def _unscale_for_clip(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Unscale the gradients of the optimizers that have one of `parameters`. Return the parameters as a list.
+
+        Other optimizers may still accumulate gradients, so theirs stay scaled.
+        """
         clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._scale is not None:
             for optimizer in self._prepared.optimizers:
@@ -898,18 +970,17 @@ class Accelerator:
         Returns:
             The norm before clipping (0-dim, on the device), equal on every rank. Does not wait for the device.
         """
-        if self._shards and self._num_met_clips < _CLIPS_THAT_MEET:
-            self._num_met_clips += 1
+        if self._shards and self._num_checked_clips < _NUM_CHECKED_CLIPS:
+            self._num_checked_clips += 1
             self._meet("clip_grad_norm_()")
-        found = self.engine.gradients.clip(
-            self._unscale_those_of(parameters), GradientClip(max_norm, "norm", float(norm_type))
-        )
-        assert found is not None  # only clipping by value computes none
-        return found
+        clipped = self._unscale_for_clip(parameters)
+        norm = self.engine.gradients.clip(clipped, GradientClip(max_norm, "norm", float(norm_type)))
+        assert norm is not None  # only clipping by value computes none
+        return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the gradients to ±`clip_value`. Call it when `sync_gradients` is True."""
-        self.engine.gradients.clip(self._unscale_those_of(parameters), GradientClip(clip_value, "value"))
+        self.engine.gradients.clip(self._unscale_for_clip(parameters), GradientClip(clip_value, "value"))
 
     @property
     def _shards(self) -> bool:
@@ -926,9 +997,9 @@ class Accelerator:
 
     def check_trigger(self) -> bool:
         """Return whether any rank has called `set_trigger` since the last check. Collective, on the host."""
-        found = self.state.joined().any(self._trigger)
+        is_set_on_any_rank = self.state.joined().any(self._trigger)
         self._trigger = False
-        return found
+        return is_set_on_any_rank
 
     @property
     def should_stop(self) -> bool:
@@ -963,7 +1034,7 @@ class Accelerator:
         """
         if self._groups.reading is None:
             return gather(tensor)
-        return gather_real(tensor, False, self.state.joined(), "gather")
+        return gather_real(tensor, is_padding=False, processes=self.state.joined(), operation="gather")
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Return the results of all ranks for the current micro-batch of the loader that is being read. Collective.
@@ -977,15 +1048,16 @@ class Accelerator:
         """
         reading = self._groups.reading
         micro_batch = self._groups.micro_batch
-        # Of the ranks that see the same data, one is counted.
+        # Of the ranks that see the same data, only one contributes rows. The others are treated like padding.
         is_counted = self.state.process_index in self.engine.data_ranks.members
-        is_padding = micro_batch.is_padding or micro_batch.num_rows == 0 or not is_counted
+        has_no_rows = micro_batch.is_padding or micro_batch.num_rows == 0 or not is_counted
         if reading is not None and micro_batch.num_rows is not None:
             input_data = reading.loader.trim_rows(input_data, micro_batch.num_rows)
-        if use_gather_object or next(iterate_tensors(input_data), None) is None:
-            values = input_data if isinstance(input_data, (list, tuple)) else [input_data]
-            return gather_objects([] if is_padding else list(values), self.state.joined())
-        return gather_real(input_data, is_padding, self.state.joined())
+        has_tensors = next(iterate_tensors(input_data), None) is not None
+        if use_gather_object or not has_tensors:
+            values = list(input_data) if isinstance(input_data, (list, tuple)) else [input_data]
+            return gather_objects([] if has_no_rows else values, self.state.joined())
+        return gather_real(input_data, has_no_rows, self.state.joined())
 
     def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum (`reduction="mean"`: the mean) of all ranks' tensors, times `scale`. Collective."""
@@ -1029,11 +1101,13 @@ class Accelerator:
         self.engine.begin_save()
         unwrapped_model = self.unwrap_model(model, keep_torch_compile=False)
         state = self.engine.make_state(unwrapped_model, [])
+        # `keep_vars`: the parameters themselves, so that both names of a tied parameter have the same object.
         values = unwrapped_model.state_dict(keep_vars=True)
         # By the tensor's id, so that a tied tensor is gathered once. A value may be any object, also without a hash.
         full: dict[int, torch.Tensor] = {}
         for value in values.values():
-            if id(value) not in full and state.missing_like(value) is not None:
+            is_sharded = state.missing_like(value) is not None
+            if is_sharded and id(value) not in full:
                 full[id(value)] = state.gather_tensor(value).detach()
         if not full:
             return dict(unwrapped_model.state_dict())
@@ -1050,7 +1124,8 @@ class Accelerator:
     ) -> None:
         """Write a model's weights on the main process, including offloaded and quantized weights.
 
-        Arguments are those of `trainwright.save_model`. Collective if the model is sharded: gathers single tensors.
+        Arguments are those of `trainwright.save_model`. Collective if the model is sharded: one tensor at a time is
+        gathered.
         """
         if self._shards:
             self._meet("save_model()")
@@ -1146,7 +1221,7 @@ class Accelerator:
         else:
             steps = [optimizer.num_steps for optimizer in objects.optimizers]
             turn = self.state.joined().meet_or_lead("accelerator.save_state()", f"{output_dir} after steps {steps}")
-        if turn == "done":
+        if turn == "done":  # this rank is late, and the main process has already written this state alone
             return self._checkpoints.folders.newest_place(output_dir)
         if self._settings.argument == "fsdp_plugin":  # its state_dict_type may have changed
             self.engine.use(self._settings.sharding_as_set(self.state.num_processes))
@@ -1210,7 +1285,7 @@ class Accelerator:
             scale=self._scale,
             registered=self._registered,
             seed=seed,
-            use_seed=None if self._seed_is_given else prepared.use_seed,
+            use_seed=None if self._has_passed_seed else prepared.use_seed,
         )
 
     def free_memory(self, *objects: object) -> list[Any]:
@@ -1220,24 +1295,25 @@ class Accelerator:
         model directly and alone.
 
         The loop must also release its references: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        Registered objects and hooks of states remain registered.
         """
         self._checkpoints.close()
         self._prepared.release()
         self.engine.close()
         self.engine = self._settings.selection.engine()
         self.engine.start(self.state.topology)
-        self._checkpoints = LoopCheckpoints(self.engine, self._checkpoints.folders)
+        self._checkpoints = self._checkpoints.for_engine(self.engine)
         self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._groups.warns)
-        found: list[Any] = [None] * len(objects)
-        del objects
+        nones: list[Any] = [None] * len(objects)
+        del objects  # `release_memory` frees what nobody references any more
         release_memory()
-        return found
+        return nones
 
     # Trackers
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that `init_trackers` has started and that have not failed."""
+        """The trackers that `init_trackers` has started and that have not failed. Empty before `init_trackers`."""
         return self._trackers.started
 
     def init_trackers(

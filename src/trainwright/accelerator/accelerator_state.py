@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.megatron.parallelism_config import ParallelismConfig
     from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 
-# Arguments of Accelerate's AcceleratorState that only an Accelerator sets here.
+# Arguments of Accelerate's AcceleratorState. In Trainwright, only an Accelerator sets these attributes.
 _OF_ACCELERATOR = (
     "dynamo_plugin",
     "deepspeed_plugin",
@@ -32,8 +32,8 @@ _OF_ACCELERATOR = (
 class AcceleratorState(PartialState):
     """The state of the processes (see `PartialState`), and the state that the script's Accelerators share.
 
-    All instances share their attributes. `Accelerator(deepspeed_plugins=…)` stores DeepSpeed plugins, and
-    `end_training` removes them.
+    All instances share one `__dict__` (see `PartialState`), so that an assignment to one instance is an assignment to
+    all. `Accelerator(deepspeed_plugins=…)` stores DeepSpeed plugins, and `end_training` removes them.
 
     The constructor is collective where `PartialState()` is.
 
@@ -61,9 +61,9 @@ class AcceleratorState(PartialState):
     dynamo_plugin: TorchDynamoPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
     device_mesh: DeviceMesh | None = None
-    _engine_type: DistributedType | None = None
+    _engine_type: DistributedType | None = None  # of the newest Accelerator's strategy; None if it defines none
     selected_plugin: str | None = None
-    _plugins: dict[str, DeepSpeedPlugin]
+    _plugins: dict[str, DeepSpeedPlugin]  # exists only after `share_deepspeed_plugins`; read `shared_plugins()`
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: object) -> None:
         for name in _OF_ACCELERATOR:
@@ -85,8 +85,8 @@ class AcceleratorState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]  # it is never set
         """The `DistributedType` of the newest Accelerator's strategy, or of the process group if that is None."""
-        found: DistributedType = self._engine_type or vars(self)["distributed_type"]
-        return found
+        of_process_group: DistributedType = vars(self)["distributed_type"]  # `PartialState` stores it there
+        return self._engine_type or of_process_group
 
     @property
     def is_fsdp2(self) -> bool:
@@ -98,7 +98,7 @@ class AcceleratorState(PartialState):
         """Remove the Accelerators' shared state, and with `reset_partial_state` the state of the processes."""
         if reset_partial_state:
             PartialState._reset_state()
-        for name in AcceleratorState.__annotations__:
+        for name in AcceleratorState.__annotations__:  # the attributes that are declared above
             PartialState._shared_state.pop(name, None)
 
     @classmethod
@@ -118,13 +118,14 @@ class AcceleratorState(PartialState):
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin by name. Raise a ConfigurationError for an unknown name."""
-        found = self.deepspeed_plugins
-        if name not in found:
+        plugins = self.deepspeed_plugins
+        if name not in plugins:
+            known = ", ".join(plugins) or "none"
             raise ConfigurationError(
-                f"there is no DeepSpeed plugin {name!r}.{nearest(name, found)} Known: {', '.join(found) or 'none'}. "
+                f"there is no DeepSpeed plugin {name!r}.{nearest(name, plugins)} Known: {known}. "
                 "Pass it in Accelerator(deepspeed_plugins={name: plugin, …})."
             )
-        return found[name]
+        return plugins[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Use a plugin for the models that the script's Accelerators prepare from now on.
@@ -134,6 +135,7 @@ class AcceleratorState(PartialState):
         """
         selected = self.get_deepspeed_plugin(name)
         self.selected_plugin = name
+        # transformers holds a weak reference to one configuration, so that at most one plugin is registered there.
         for plugin in self._plugins.values():
             plugin.remove_deepspeed_weakref()
         selected.set_deepspeed_weakref()

@@ -29,14 +29,17 @@ def extract_model_from_parallel(
     """Return the user's model without wrappers, including torch's wrappers; see `Accelerator.unwrap_model`.
 
     Args:
+        model: A prepared model, a compiled model, or a DistributedDataParallel or DataParallel module.
         keep_fp32_wrapper: Accepted without effect: `prepare` does not change the model's forward. Default: True.
         keep_torch_compile: Return a compiled module if one wraps the model. Default: True.
         recursive: Also unwrap the modules in the model, in place. Default: False.
     """
-    found = unwrapped(model, keep_torch_compile=keep_torch_compile)
-    for name, child in list(found.named_children()) if recursive else ():
-        setattr(found, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive))
-    return found
+    user_model = unwrapped(model, keep_torch_compile=keep_torch_compile)
+    if recursive:
+        for name, child in list(user_model.named_children()):  # a list, because the children are replaced
+            user_child = extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive)
+            setattr(user_model, name, user_child)
+    return user_model
 
 
 def save(
@@ -63,7 +66,8 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 
     The arguments are those of `torch.load`. `weights_only=False` executes the pickle. Use it only for trusted files.
     """
-    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+    kwargs.setdefault("weights_only", True)
+    return torch.load(f, map_location=map_location, **kwargs)
 
 
 def merge_fsdp_weights(
@@ -92,9 +96,14 @@ def merge_fsdp_weights(
     state = PartialState()
     try:
         if state.is_main_process:
-            options: dict[str, Any] = {"max_shard_bytes": 10 * 10**9, "remove_source": remove_checkpoint_dir}
-            merge_weights(Path(checkpoint_dir), Path(output_path), safe=safe_serialization, **options)
-    finally:
+            merge_weights(
+                Path(checkpoint_dir),
+                Path(output_path),
+                safe=safe_serialization,
+                max_shard_bytes=10 * 10**9,
+                remove_source=remove_checkpoint_dir,
+            )
+    finally:  # also after an error, because the other processes wait here
         state.wait_for_everyone()
 
 
@@ -132,7 +141,10 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """Return the first class with a name among the classes of a module and its submodules, or None."""
-    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+    for part in module.modules():
+        if type(part).__name__ == name:
+            return type(part)
+    return None
 
 
 def get_parameters_from_modules(
@@ -148,4 +160,7 @@ def get_parameters_from_modules(
     if isinstance(modules, str):
         pattern = re.compile(modules)
         modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    return {parameter for module in modules for parameter in move_module(module, torch.device(device)).parameters()}
+    parameters: set[nn.Parameter] = set()
+    for module in modules:
+        parameters.update(move_module(module, torch.device(device)).parameters())
+    return parameters

@@ -38,7 +38,7 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
     Args:
         tree: Nested tensors, which may differ between ranks only in the number of rows. A tensor without dimensions has
             one row.
-        is_padding: This rank's rows are padding.
+        is_padding: This rank's rows are not gathered: they are padding, or another rank gathers the same rows.
         operation: Name of the operation in error messages.
 
     Raises:
@@ -47,30 +47,30 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
     """
     if processes.world_size == 1:
         return tree
-    tensors, refused = _tensors_of(tree, operation)
-    names = []
+    tensors, problem = _tensors_of(tree, operation)
+    names = []  # of the tensors, as `different_calls` expects them: one tuple for each
     for name, leaf in named_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             names.append((name or "the tensor",))
     own_sizes = [_Size(tuple(tensor.shape) or (1,), tensor.dtype, is_padding) for tensor in tensors]
     # A rank with a refused leaf exchanges its error like the others their sizes: if it raised at once, they would wait.
-    described = str(refused) if refused else [names, own_sizes]
-    if same_on_all_ranks(processes, (operation, described)):
-        if refused:
-            raise refused
+    description = str(problem) if problem else [names, own_sizes]
+    if same_on_all_ranks(processes, (operation, description)):  # the usual case: one number is exchanged
+        if problem:
+            raise problem
         sizes_of_ranks = [own_sizes] * processes.world_size
     else:
-        calls = processes.gather_object((operation, str(refused) if refused else names))
+        calls = processes.gather_object((operation, str(problem) if problem else names))
         if any(call != calls[0] for call in calls):
-            raise refused or different_calls(calls, _HINT)
+            raise problem or different_calls(calls, _HINT)
         sizes_of_ranks = processes.gather_object(own_sizes)
-    row_counts = []
+    row_counts = []  # for each tensor, the number of rows of each rank
     for (name,), sizes in zip(names, zip(*sizes_of_ranks, strict=True), strict=True):
         row_counts.append(_rows_of_ranks(f"{operation}: {name}", sizes))
-    remaining = iter(row_counts)  # `recursively_apply` visits the tensors in the same order
+    remaining_counts = iter(row_counts)  # `recursively_apply` visits the tensors in the same order
 
     def gather_one(tensor: torch.Tensor) -> torch.Tensor:
-        counts = next(remaining)
+        counts = next(remaining_counts)
         rows = tensor.detach()
         if rows.dim() == 0:
             rows = rows.reshape(1)
@@ -83,7 +83,7 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
 
 
 class _Size(NamedTuple):
-    """What a rank gathers at one place of the tree."""
+    """Shape and dtype of a tensor of one rank. A tensor without dimensions has the shape `(1,)`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

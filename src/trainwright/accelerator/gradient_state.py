@@ -70,7 +70,8 @@ class LoopGroups(StepGroups):
         warns: Warn about the first short group if the plugin's `short_group` is None.
     """
 
-    # From oldest to newest, by number. Weak, so that an Accelerator that the script has dropped is freed.
+    # The groups of all Accelerators, from oldest to newest, by number. Weak, so that an Accelerator that the script no
+    # longer references is freed.
     _living: ClassVar[weakref.WeakValueDictionary[int, LoopGroups]] = weakref.WeakValueDictionary()
     _numbers: ClassVar[itertools.count[int]] = itertools.count()
 
@@ -89,7 +90,10 @@ class LoopGroups(StepGroups):
 
     @staticmethod
     def newest() -> LoopGroups:
-        """Return the groups of the newest Accelerator that exists. Without an Accelerator, each micro-batch is one."""
+        """Return the groups of the newest Accelerator that exists.
+
+        Without an Accelerator, return new groups of one micro-batch each.
+        """
         living = list(LoopGroups._living.values())
         if living:
             return living[-1]
@@ -120,7 +124,7 @@ class GradientState:
         groups: LoopGroups | None = None,
     ) -> None:
         self._groups = groups or LoopGroups.newest()
-        if gradient_accumulation_plugin not in (None, self._groups.plugin):
+        if gradient_accumulation_plugin not in (None, self._groups.plugin):  # compares the fields
             raise ConfigurationError(
                 "GradientState does not change gradient accumulation. Pass the plugin in "
                 "Accelerator(gradient_accumulation_plugin=…)."
@@ -128,7 +132,7 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Let the next `GradientState()` start a new state."""
+        """Let the next `GradientState()` show new groups, as without an Accelerator."""
         LoopGroups._living.clear()
 
     @property

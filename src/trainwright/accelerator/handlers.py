@@ -96,7 +96,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group, which the first `Accelerator` or `PartialState` of a script creates.
 
     Attributes:
-        backend: Backend of torch.distributed. With the default, `"nccl"`, gloo is used on the CPU.
+        backend: Backend of torch.distributed. Default: `"nccl"`, with which gloo is used on the CPU.
         init_method: Must be None or `"env://"`. Default: None, which is `"env://"`.
         timeout: Maximum duration of a collective. Default: None, which is 30 minutes.
     """
@@ -108,8 +108,9 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class Handlers:
-    """The objects in `kwargs_handlers` by their classes. None for a class without an object."""
+    """The objects in `kwargs_handlers`, one field for each class. None if no object of the class was passed."""
 
+    # `_CLASSES` reads the classes from these annotations.
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None
     autocast: AutocastKwargs | None = None
@@ -119,19 +120,20 @@ class Handlers:
     engine: TERecipeKwargs | None = None
 
 
-_KINDS: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hints(Handlers).items()}
+# The class of each field of `Handlers`: the first part of an annotation such as `AutocastKwargs | None`.
+_CLASSES: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hints(Handlers).items()}
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
     """Return `kwargs_handlers` by class. Raise a ConfigurationError for unknown classes and two objects of a class."""
-    found: dict[str, Any] = {}
+    by_field: dict[str, Any] = {}
     for handler in handlers:
-        name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)
+        name = next((name for name, handler_class in _CLASSES.items() if isinstance(handler, handler_class)), None)
         if name is None:
             check_owner(handler)
-            known = ", ".join(kind.__name__ for kind in _KINDS.values())
+            known = ", ".join(handler_class.__name__ for handler_class in _CLASSES.values())
             raise ConfigurationError(f"kwargs_handlers holds a {type(handler).__name__}. Pass objects of: {known}.")
-        if name in found:
+        if name in by_field:
             raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}. Pass one.")
-        found[name] = handler
-    return Handlers(**found)
+        by_field[name] = handler
+    return Handlers(**by_field)

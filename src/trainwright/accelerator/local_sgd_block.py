@@ -39,6 +39,10 @@ class LocalSGD:
         local_sgd_steps: Calls of `step` from one average to the next, ≥ 1. Default: 8.
         enabled: False: the block has no effect, whatever the other arguments are. Default: True.
 
+    Attributes:
+        enabled: The argument. Always False with one data-parallel rank.
+        num_steps: Number of calls of `step`.
+
     Raises:
         ConfigurationError: The block is enabled, and `local_sgd_steps` is not a whole number of at least 1, the
             strategy does not keep a full replica on every rank, or the mixed precision is fp16.
@@ -55,13 +59,17 @@ class LocalSGD:
         self._accelerator = accelerator
         self._model = model
         self._local_sgd_steps = local_sgd_steps
-        self._block = ExitStack()
+        self._block = ExitStack()  # restores the averaging of gradients at the end of the block
 
     def __enter__(self) -> Self:
-        """Stop averaging gradients."""
+        """Stop averaging gradients.
+
+        Raises:
+            ConfigurationError: The model averages its gradients in every backward.
+        """
         if self.enabled:
             context = self._accelerator.no_sync(self._model)
-            if isinstance(context, nullcontext):
+            if isinstance(context, nullcontext):  # what `Engine.no_sync` returns for such a model
                 raise ConfigurationError(
                     f"LocalSGD: averaging the gradients of {type(self._model).__name__} cannot be switched off. Pass "
                     "a model that prepare() returned and that has parameters to train, without "
@@ -69,6 +77,7 @@ class LocalSGD:
                 )
             self._block.enter_context(context)
             gradients = self._accelerator.engine.gradients
+            # Norms and the mean over `num_items` are then those of this rank.
             self._block.callback(setattr, gradients, "averaged", gradients.averaged)
             gradients.averaged = False
         return self

@@ -34,11 +34,15 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)  # as in Accelerate, the caller of the logger's method is 2
+        # With `in_order`, processes with different levels must still wait for each other.
         if not self.isEnabledFor(level) and not in_order:
             return
-        if main_only or not in_order:
-            if not main_only or detect().rank == 0:
+        if main_only:
+            if detect().rank == 0:
                 super().log(level, msg, *args, **kwargs)
+            return
+        if not in_order:
+            super().log(level, msg, *args, **kwargs)
             return
         state = PartialState()
         for rank in range(state.num_processes):
@@ -51,9 +55,9 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
     def warning_once(self, msg: object, *args: object, **kwargs: bool) -> None:
-        """Write a warning. Repeated calls with the same arguments have no effect."""
+        """Write a warning. Repeated calls with the same arguments have no effect. `kwargs` are those of `log`."""
         if _is_new(self.name, repr((msg, args))):
-            self.log(logging.WARNING, msg, *args, stacklevel=3, **kwargs)
+            self.log(logging.WARNING, msg, *args, stacklevel=3, **kwargs)  # 3: the caller of `warning_once`
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
@@ -85,7 +89,9 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        if getattr(args[0] if args else None, "main_process_only", False) and not PartialState().is_main_process:
+        owner = args[0] if args else None
+        main_process_only = getattr(owner, "main_process_only", False)
+        if main_process_only and not PartialState().is_main_process:
             return None
         return function(*args, **kwargs)
 
@@ -107,10 +113,12 @@ def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any
     return bar(*args, **kwargs)
 
 
+# Name of a logger and text of a warning, for each call of `warning_once` in this process.
 _seen: set[tuple[str, str]] = set()
 
 
 def _is_new(name: str, text: str) -> bool:
+    """Return whether a logger has not written this text with `warning_once`, and record the text."""
     is_new = (name, text) not in _seen
     _seen.add((name, text))
     return is_new

@@ -33,7 +33,7 @@ from trainwright.strategies.state import FullState
 from trainwright.strategies.state_writer import SaveTarget, StateWriter
 from trainwright.strategies.steps.loss_scale import LossScale
 
-_ENTRY = "loop"  # of the trainer part
+_ENTRY = "loop"  # key of the values that only a loop saves, in the checkpoint's trainer part
 
 SaveHook = Callable[[list[nn.Module], list[Any], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
@@ -46,12 +46,12 @@ class LoopObjects:
     Attributes:
         models: The user's models, without wrappers.
         optimizers, schedulers, loaders: The results of `prepare`. Default: `()` for schedulers and loaders.
-        scale: Loss scale of fp16. Default: None, the loss is not scaled.
+        scale: Loss scale of fp16. Default: None, which means that the loss is not scaled.
         registered: The user's objects with `state_dict` and `load_state_dict`, with equal states on every rank.
             Default: `()`.
         seed: Seed of the data order. Default: 0.
-        use_seed: Function that sets another seed, which a loaded state has. Default: None, the user has passed the
-            seed.
+        use_seed: Function that `load` calls with the seed of the loaded state. Default: None, because the user has
+            passed a seed. A state with another seed is then an error if the order of a loader depends on the seed.
         with_weights: Save and load the weights of the models. Default: True.
     """
 
@@ -78,7 +78,7 @@ class LoopObjects:
 
     def prefix(self, index: int) -> str:
         """Return the prefix of a model's weights in a checkpoint. Empty if there is only one model."""
-        # A Trainer's checkpoint has one model and no prefix. So each front end reads the other's.
+        # A Trainer's checkpoint has one model and no prefix. So a loop and a Trainer read each other's checkpoints.
         if len(self.models) == 1:
             return ""
         return f"model_{index}."
@@ -89,10 +89,10 @@ class LoopObjects:
         return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
     def state(self, engine: Engine) -> FullState:
-        """Return the state of all models and optimizers."""
+        """Return the state of all models and optimizers. It refers to their tensors."""
         if len(self.models) == 1:
             module = self.models[0]
-        else:
+        else:  # a module whose names are those of `prefix`
             module = nn.Module()
             for index, model in enumerate(self.models):
                 module.add_module(f"model_{index}", model)
@@ -103,11 +103,11 @@ class LoopObjects:
         """Return names for the optimizers' parameters that belong to no model, such as a temperature."""
         in_models = set(module.parameters())
         names = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for i, group in enumerate(optimizer.param_groups):
-                for j, parameter in enumerate(group["params"]):
+        for optimizer_index, optimizer in enumerate(self.optimizers):
+            for group_index, group in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(group["params"]):
                     if parameter not in in_models:
-                        names[parameter] = f"optimizer_{number}.group_{i}.parameter_{j}"
+                        names[parameter] = f"optimizer_{optimizer_index}.group_{group_index}.parameter_{index}"
         return names
 
 
@@ -117,15 +117,30 @@ class LoopCheckpoints:
     Args:
         engine: The engine, after its start.
         folders: Folders of the saved states.
+
+    Attributes:
+        folders: The argument.
+        save_hooks, load_hooks: Registered hooks, by the id of their handle, in the order of registration.
     """
 
     def __init__(self, engine: Engine, folders: StateFolders) -> None:
         self.folders = folders
         self._engine = engine
-        self._writer = AsyncWriter() if folders.configuration.async_save else None
+        self._writer = AsyncWriter() if folders.configuration.async_save else None  # None: saves block
         self._states = StateWriter(engine, self._writer)
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def for_engine(self, engine: Engine) -> LoopCheckpoints:
+        """Return the checkpoints of the same loop with another engine, with the same folders and hooks.
+
+        Call `close` of this object first.
+        """
+        checkpoints = LoopCheckpoints(engine, self.folders)
+        # The same dicts, so that handles of earlier hooks still remove them.
+        checkpoints.save_hooks = self.save_hooks
+        checkpoints.load_hooks = self.load_hooks
+        return checkpoints
 
     def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
         """Let later saves call a function first. Return a handle that removes it."""
@@ -142,7 +157,7 @@ class LoopCheckpoints:
     # Saving
 
     def save(self, output_dir: str | os.PathLike[str] | None, objects: LoopObjects, *, alone: bool = False) -> str:
-        """Write the state of a loop as a checkpoint, which replaces an existing one. Collective.
+        """Write the state of a loop as a checkpoint, which replaces an existing one. Collective unless `alone`.
 
         Blocks on the disk and the network. With `async_save`, blocks only until the tensors are copied.
 
@@ -158,6 +173,8 @@ class LoopCheckpoints:
         Raises:
             CheckpointError: The path exists and is not a checkpoint, a value cannot be saved, the upload failed, or an
                 earlier save failed. Raised on every rank.
+            ConfigurationError: A group of micro-batches is not complete, a position in the data cannot be saved, or a
+                save hook has put another object into its list.
         """
         engine = self._engine
         processes = Processes() if alone else engine.processes
@@ -168,7 +185,7 @@ class LoopCheckpoints:
         self.folders.count_from(path.name)  # even if the save fails: its number may be on the disk
         if not alone:
             engine.begin_save()
-        # Raises if a group of micro-batches is not complete. So it comes before tensors are gathered.
+        # Before tensors are gathered, because it raises an error if a group of micro-batches is not complete.
         positions = [loader.state_dict() for loader in objects.loaders]
         state = objects.state(engine)
         weights = state.model_state() if objects.with_weights else {}
@@ -249,11 +266,11 @@ class LoopCheckpoints:
         folder: Path = processes.on_main_rank(make, f"make a folder beside {path}")
         models = list(objects.models)
         state_dicts = [objects.weights_of(index, weights) for index in range(len(models))]
-        list_of_hooks = list(state_dicts)  # the hooks may remove items
+        to_save = list(state_dicts)  # the hooks may remove items
         try:
             for hook in list(self.save_hooks.values()):
-                hook(models, list_of_hooks, str(folder))
-            for item in list_of_hooks:
+                hook(models, to_save, str(folder))
+            for item in to_save:
                 if not _contains(state_dicts, item):
                     raise ConfigurationError(
                         "a hook of register_save_state_pre_hook has put another object into its list of state dicts. "
@@ -264,9 +281,10 @@ class LoopCheckpoints:
                 remove_folder(folder)
             raise
         processes.barrier()  # every rank has written its files
+        # The caller's dict receives the result. The prefix of a model is that of its place in the complete list.
         weights.clear()
         for index, state_dict in enumerate(state_dicts):
-            if _contains(list_of_hooks, state_dict):
+            if _contains(to_save, state_dict):
                 prefix = objects.prefix(index)
                 weights.update({f"{prefix}{name}": value for name, value in state_dict.items()})
         return folder
@@ -290,17 +308,19 @@ class LoopCheckpoints:
     def source(self, input_dir: str | os.PathLike[str] | None) -> Path:
         """Return the local folder to load from. None means the newest valid state. Collective for None and for URLs.
 
+        A local folder is returned unchanged, even if it does not exist.
+
         Raises:
             CheckpointError: The state at a URL is damaged, or the service cannot be reached.
-            ConfigurationError: No folder was passed, and there is no automatic naming.
-            FileNotFoundError: There is no valid state. Raised on every rank.
+            ConfigurationError: No folder was passed, and automatic naming is off.
+            FileNotFoundError: No valid state exists. Raised on every rank.
         """
         self.folders.check_source(input_dir)
         if input_dir is not None and not is_url(input_dir):
             return Path(input_dir)
 
         def fetch() -> str | None:
-            self.wait()
+            self.wait()  # the newest state may still be written
             return self.folders.fetch(input_dir)
 
         place = input_dir or self.folders.folder
@@ -327,9 +347,9 @@ class LoopCheckpoints:
                 "schedules, and load TARGET. load_checkpoint_in_model(model, path) loads weights alone."
             )
         snapshot = read_checkpoint(path, copy_model=False, allow_missing=["model"])
-        entry = snapshot.trainer.get(_ENTRY)
+        entry = snapshot.trainer.get(_ENTRY)  # None in a checkpoint of a Trainer
         state = objects.state(self._engine)
-        models = list(objects.models) if objects.with_weights else []
+        models = list(objects.models) if objects.with_weights else []  # the models to load; hooks may remove some
         # Everything is checked before anything is changed.
         _check_objects(path, snapshot, objects)
         if entry is not None:
@@ -353,9 +373,9 @@ class LoopCheckpoints:
             objects.scale.load_state_dict(scale)
         self.folders.continues(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
         if entry is None:
-            for prepared in objects.optimizers:
-                prepared.num_steps = int(snapshot.state.get("step", 0))
-            warnings.warn(_begins_an_epoch(path, snapshot, objects), TrainwrightWarning, stacklevel=3)
+            for optimizer_of_loop in objects.optimizers:
+                optimizer_of_loop.num_steps = int(snapshot.state.get("step", 0))
+            warnings.warn(_warning_of_missing_entry(path, snapshot, objects), TrainwrightWarning, stacklevel=3)
         else:
             self._load_entry(entry, objects)
         # After all code of the user, which may draw random numbers.
@@ -370,18 +390,22 @@ class LoopCheckpoints:
         for optimizer, steps in zip(objects.optimizers, entry["steps"], strict=True):
             optimizer.num_steps = steps
         if objects.use_seed is not None:
-            objects.use_seed(entry["seed"])  # before the loaders, whose positions are those of its order
-        # Positions count samples of all ranks, so those of rank 0 are right for any number of ranks. The state of a
-        # data set belongs to one rank; `_check_entry` refuses it for another number of ranks.
-        same_ranks = len(entry["loaders"]) == processes.world_size
-        positions = entry["loaders"][processes.rank if same_ranks else 0]
+            objects.use_seed(entry["seed"])  # before the loaders, whose positions are valid in the order of this seed
+        # `entry["loaders"]` has a list for each rank of the save, with a position for each loader. Positions count
+        # samples of all ranks, so those of rank 0 are right for any number of ranks. The state of a data set belongs to
+        # one rank; `_check_entry` refuses it for another number of ranks.
+        has_same_ranks = len(entry["loaders"]) == processes.world_size
+        positions = entry["loaders"][processes.rank if has_same_ranks else 0]
         for loader, position in zip(objects.loaders, positions, strict=True):
             loader.load_state_dict(position)
 
     def _weights_to_load(
         self, snapshot: Snapshot, objects: LoopObjects, models: Sequence[nn.Module]
     ) -> list[tuple[FullState, dict[str, Any]]]:
-        """Return the states of `models` with their weights in a checkpoint. Raise an error if weights do not fit."""
+        """Return the states of `models` with their weights in a checkpoint. Raise an error if weights do not fit.
+
+        `models` are some of `objects.models`, whose places determine the prefixes.
+        """
         to_load = []
         for index, model in enumerate(objects.models):
             if not _contains(models, model):
@@ -434,17 +458,18 @@ def _check_entry(path: Path, entry: dict[str, Any], objects: LoopObjects, world_
             f"{path} was written with seed={saved_seed}, and the data of this loop has the order of "
             f"seed={objects.seed}. Pass Accelerator(seed={saved_seed})."
         )
-    wrote = len(entry["loaders"])
-    if wrote != world_size and any(position["loader"] is not None for position in entry["loaders"][0]):
+    saved_world_size = len(entry["loaders"])
+    has_loader_states = any(position["loader"] is not None for position in entry["loaders"][0])
+    if saved_world_size != world_size and has_loader_states:
         raise ConfigurationError(
-            f"{path} was written by {wrote} processes, each with the state of its own loader, which cannot be "
-            f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
-            "counted in samples."
+            f"{path} was written by {saved_world_size} processes, each with the state of its own loader, which cannot "
+            f"be divided among {world_size}. Start {saved_world_size} processes, or use map-style data, whose position "
+            "is counted in samples."
         )
 
 
-def _begins_an_epoch(path: Path, snapshot: Snapshot, objects: LoopObjects) -> str:
-    """Return the warning for a checkpoint that no own loop has written."""
+def _warning_of_missing_entry(path: Path, snapshot: Snapshot, objects: LoopObjects) -> str:
+    """Return the warning for a checkpoint without `_ENTRY`: of a Trainer, or converted from another program's."""
     program = snapshot.trainer.get("converted_from")
     origin = "is a checkpoint of a Trainer" if program is None else f"was converted from a checkpoint ({program})"
     text = f"{path} {origin}: weights, optimizers, schedules and generators are restored, and loaders begin an epoch."

@@ -19,7 +19,7 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, Trainwr
 from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
 from trainwright.core.names.hidden_names import names_in
 
-_NAME = re.compile(r"checkpoint_(\d+)")
+_NAME = re.compile(r"checkpoint_(\d+)")  # an automatic name
 
 
 @dataclass(slots=True)
@@ -94,11 +94,12 @@ class StateFolders:
     def __init__(self, configuration: ProjectConfiguration) -> None:
         self.configuration = configuration
         self.run_id = secrets.token_hex(8)
-        self._is_prepared = False  # before the first automatic save of this process
-        self._has_loaded = False
+        self._is_prepared = False  # the first automatic save has removed unfinished states of killed processes
+        self._has_loaded = False  # a state was loaded, so that earlier states in the folder are expected
 
     @property
     def _root(self) -> Path:
+        """The local folder of the project. The current folder if the project has none, or is a URL."""
         project = self.configuration.project_dir
         if project is None or is_url(project):
             return Path()
@@ -137,7 +138,7 @@ class StateFolders:
             )
 
     def newest_place(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return the path or URL of the save that the main rank has made or is making. Not collective."""
+        """Return the path or URL of the newest save, complete or in progress. Not collective."""
         if output_dir is not None:
             return os.fspath(output_dir)
         return f"{self.folder}/checkpoint_{self._free_number() - 1}"
@@ -153,7 +154,7 @@ class StateFolders:
         """
         if output_dir is not None:
             if is_url(output_dir):
-                remote_names(parent_url(os.fspath(output_dir)))
+                remote_names(parent_url(os.fspath(output_dir)))  # raises an error before the state is written
             return os.fspath(output_dir)
         if not self._is_prepared:
             RunFolder(self._local_folder).prepare()  # a killed process may have left an unfinished state
@@ -240,7 +241,10 @@ class StateFolders:
             warnings.warn(f"an earlier state was not deleted: {error}", TrainwrightWarning, stacklevel=2)
 
     def _beyond_limit(self, entries: Sequence[IndexEntry] | Sequence[RemoteEntry], newest: str) -> list[str]:
-        """Return the names of the oldest states, all but `newest` and `total_limit - 1` others."""
+        """Return the names of the states to delete: the oldest ones, all but `newest` and `total_limit - 1` others.
+
+        States with other names than automatic ones are not counted.
+        """
         assert self.configuration.total_limit is not None
         older = [entry for entry in entries if entry.name != newest and _number_after(entry.name) > 0]
         older.sort(key=lambda entry: entry.created)
@@ -258,13 +262,16 @@ class StateFolders:
         self.run_id = run_id or self.run_id
         self._has_loaded = True
         self.count_from(path.name)
-        is_ours = path.resolve().parent == self._local_folder.resolve()
-        if is_main and is_ours and self.configuration.automatic_checkpoint_naming:
+        is_in_our_folder = path.resolve().parent == self._local_folder.resolve()
+        if is_main and is_in_our_folder and self.configuration.automatic_checkpoint_naming:
             with contextlib.suppress(OSError):  # the folder may be read-only
                 RunFolder(path.parent, run=self.run_id).enter(open_checkpoint(path))
 
     def count_from(self, name: str) -> None:
-        """Set the number of the next automatic name to one more than the number in `name`."""
+        """Set the number of the next automatic name to one more than the number in `name`, if naming is automatic.
+
+        Other names than automatic ones have no effect.
+        """
         number = _number_after(name)
         if number > 0 and self.configuration.automatic_checkpoint_naming:
             self.configuration.iteration = number

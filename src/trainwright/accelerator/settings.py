@@ -41,9 +41,10 @@ from trainwright.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 
-_living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
+# Mixed precision of each Accelerator of this process that has not called `end_training`.
+_precision_of_accelerators: WeakKeyDictionary[object, str] = WeakKeyDictionary()
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
-# Of FSDPStrategy: what a plugin may still set when a model is prepared, as transformers does for peft.
+# Options of FSDPStrategy that a plugin may change until a model is prepared, as transformers does for peft.
 _SET_LATE = (
     "auto_wrap_policy",
     "min_num_params",
@@ -53,7 +54,7 @@ _SET_LATE = (
     "activation_checkpointing",
     "state_dict_type",
 )
-# Arguments and methods of Hugging Face's Accelerator, and their replacements.
+# Arguments of Hugging Face's Accelerator that ours does not have, and their replacements.
 ELSEWHERE = {
     "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
@@ -96,15 +97,16 @@ class LoopSettings:
         return _with_group_options(self.plugins[name].strategy(num_processes), self.handlers)
 
     def sharding_as_set(self, num_processes: int) -> Strategy:
-        """Return the strategy with the current values of the FSDP plugin's fields in `_SET_LATE`."""
+        """Return the strategy with the current values of the options in `_SET_LATE`, from the FSDP plugin."""
         (plugin,) = self.plugins.values()
-        now = plugin.strategy(num_processes)
-        return self.selection.strategy.with_options(**{name: getattr(now, name) for name in _SET_LATE})
+        current = plugin.strategy(num_processes)
+        return self.selection.strategy.with_options(**{name: getattr(current, name) for name in _SET_LATE})
 
     def megatron_as_set(self, num_processes: int, models: Sequence[nn.Module]) -> Strategy:
-        """Return the strategy for the current options of a Megatron-LM plugin, and for the model's number of layers."""
+        """Return the strategy for the current options of a Megatron-LM plugin, and for the first model's layers."""
         assert self.megatron is not None
-        return _with_group_options(self.megatron.strategy(num_processes, next(iter(models), None)), self.handlers)
+        first_model = next(iter(models), None)
+        return _with_group_options(self.megatron.strategy(num_processes, first_model), self.handlers)
 
     @property
     def megatron(self) -> MegatronLMPlugin | None:
@@ -163,6 +165,7 @@ def read_settings(
         ConfigurationError: An argument is not valid. The first error is raised.
     """
     handlers = sort_handlers(kwargs_handlers or ())
+    # `texts` collects warnings, which are raised only if no argument is wrong.
     defaults = read_defaults(
         strategy,
         precision=Passed(f"mixed_precision={mixed_precision!r}", mixed_precision),
@@ -171,11 +174,12 @@ def read_settings(
         shared=shared,
         ddp=handlers.ddp,
     )
-    choice = defaults.choice
+    choice = defaults.choice  # the strategy that the arguments select
     texts = list(defaults.warnings)
     if steps == 1 and accumulation is None:
         steps = defaults.launched.accumulation
     accumulation = accumulation_of(steps, accumulation)
+    # `choice.accumulation` is the number in DeepSpeed's configuration, or None.
     if choice.accumulation not in (None, accumulation.num_steps):
         texts += _overridden_steps(accumulation, choice.accumulation)
         accumulation = replace(accumulation, num_steps=choice.accumulation)
@@ -183,15 +187,18 @@ def read_settings(
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     texts += dynamo.overridden("dynamo_backend" if dynamo_plugin is None else "dynamo_plugin")
     precision = _precision(mixed_precision or defaults.mixed_precision, handlers.float8, handlers.engine)
-    casts = handlers.autocast is None or handlers.autocast.enabled
+    engine_precision = precision
+    if handlers.autocast is not None and not handlers.autocast.enabled:
+        # A sharded model casts its parameters itself, without autocast, which AutocastKwargs(enabled=False) disables.
+        engine_precision = parse_precision("32-true")
     select = partial(
         select_for_loop,
         cpu=cpu,
-        precision=precision if casts else parse_precision("32-true"),  # a sharded model casts its parameters itself
+        precision=engine_precision,
         compile=dynamo.compile_options(),
         accumulate=accumulation.num_steps or 1,
     )
-    selections = [select(one) for one in choice.strategies]  # checks all plugins; the engine starts with the first
+    selections = [select(one) for one in choice.strategies]  # checks all plugins, although the first one is selected
     selection = replace(selections[0], strategy=_with_group_options(selections[0].strategy, handlers))
     warn_on_main(texts, stacklevel=4)
     return LoopSettings(
@@ -208,34 +215,35 @@ def read_settings(
 
 
 def _passed_steps(steps: int, plugin: object) -> Passed:
+    """Return the number of micro-batches that the user has passed, which overrides the launcher's variable."""
     if plugin is None:
         return Passed(f"gradient_accumulation_steps={steps}", None if steps == 1 else steps)
     steps = getattr(plugin, "num_steps", None) or 1
     return Passed(f"gradient_accumulation_plugin: {steps} steps", steps)
 
 
-def _overridden_steps(accumulation: GradientAccumulationPlugin, stated: int | None) -> list[str]:
+def _overridden_steps(accumulation: GradientAccumulationPlugin, num_in_configuration: int | None) -> list[str]:
     """Return a warning if the engine's configuration overrides a number of micro-batches that was set."""
     if accumulation.num_steps in (None, 1):
         return []
     return [
         f"gradient_accumulation_steps={accumulation.num_steps} is overridden by the configuration of "
-        f'DeepSpeed, which has {stated}. Write "auto" there to use the Accelerator\'s.'
+        f'DeepSpeed, which has {num_in_configuration}. Write "auto" there to use the Accelerator\'s.'
     ]
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
     """Return the strategy with the options of `InitProcessGroupKwargs`. Raise an error if its own options differ."""
-    given = {} if handlers.processes is None else handlers.processes.to_kwargs()
+    changed_options = {} if handlers.processes is None else handlers.processes.to_kwargs()  # without defaults
     for name, attribute in (("timeout", "timeout"), ("backend", "process_group_backend")):
-        if name not in given or not hasattr(strategy, attribute):
+        if name not in changed_options or not hasattr(strategy, attribute):
             continue
-        own = getattr(strategy, attribute)
-        value = given[name]
-        if own not in (None, value):
+        value = changed_options[name]
+        value_of_strategy = getattr(strategy, attribute)
+        if value_of_strategy not in (None, value):
             raise ConfigurationError(
-                f"InitProcessGroupKwargs({name}={value!r}) and {type(strategy).__name__}({attribute}={own!r}) differ. "
-                "Pass one of them."
+                f"InitProcessGroupKwargs({name}={value!r}) and "
+                f"{type(strategy).__name__}({attribute}={value_of_strategy!r}) differ. Pass one of them."
             )
         strategy = strategy.with_options(**{attribute: value})
     return strategy
@@ -275,6 +283,8 @@ def project_of(
 ) -> ProjectConfiguration:
     """Return the configuration of the project, from the two arguments that name its folder.
 
+    The folders of a passed `configuration` are set in place.
+
     Raises:
         ConfigurationError: The arguments name different folders, or neither names the folder that automatic naming
             needs.
@@ -302,19 +312,21 @@ def loader_settings(split_batches: bool, seed: int | None, configuration: object
     Raises:
         ConfigurationError: The arguments have different seeds, or the configuration has another class.
     """
-    given = DataLoaderConfiguration()
+    config = DataLoaderConfiguration()
     if configuration is not None:
-        given = check_class("dataloader_config", configuration, DataLoaderConfiguration)
-    if seed is not None and given.data_seed not in (None, seed):
+        config = check_class("dataloader_config", configuration, DataLoaderConfiguration)
+    if seed is not None and config.data_seed not in (None, seed):
         raise ConfigurationError(
-            f"seed={seed} and DataLoaderConfiguration(data_seed={given.data_seed}) differ. Pass one of them."
+            f"seed={seed} and DataLoaderConfiguration(data_seed={config.data_seed}) differ. Pass one of them."
         )
-    # Scripts written for Accelerate, whose default is False, skip batches by themselves.
-    continues = False if given.use_stateful_dataloader is None and is_active() else given.use_stateful_dataloader
+    continues = config.use_stateful_dataloader
+    if continues is None and is_active():
+        continues = False  # scripts written for Accelerate, whose default is False, skip batches by themselves
+    # A copy, so that the Accelerator does not change the user's object.
     return replace(
-        given,
-        split_batches=split_batches or given.split_batches,
-        data_seed=given.data_seed if seed is None else seed,
+        config,
+        split_batches=split_batches or config.split_batches,
+        data_seed=config.data_seed if seed is None else seed,
         use_stateful_dataloader=continues,
     )
 
@@ -330,8 +342,11 @@ def refuse_option(method: str, name: str, *_: object) -> None:
 def refuse_unknown(name: str, value: object, known: Iterable[str]) -> None:
     """Raise an error for an argument that the Accelerator does not have. The message suggests a replacement.
 
+    An argument of `ELSEWHERE` with the value None is accepted.
+
     Raises:
-        ConfigurationError: The argument is unknown, or is an argument of Accelerate with a value other than None.
+        ArgumentTypeError: The argument is unknown.
+        ConfigurationError: The argument is in `ELSEWHERE`, with a value other than None.
     """
     if name not in ELSEWHERE:
         raise ArgumentTypeError(f"Accelerator has no argument {name!r}.{nearest(name, (*known, *ELSEWHERE))}")
@@ -339,15 +354,16 @@ def refuse_unknown(name: str, value: object, known: Iterable[str]) -> None:
         raise ConfigurationError(f"Accelerator does not take {name}= . Instead: {ELSEWHERE[name]}.")
 
 
-def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipeKwargs | None) -> Precision:
-    if float8 is not None and engine is not None:
+def _precision(name: str | None, torchao: AORecipeKwargs | None, te: TERecipeKwargs | None) -> Precision:
+    """Return the precision with a name of `_PRECISIONS`. The other arguments are the options of `"fp8"`, or None."""
+    if torchao is not None and te is not None:
         raise ConfigurationError("kwargs_handlers holds AORecipeKwargs and TERecipeKwargs, two backends. Pass one.")
-    given = float8 or engine
-    if name == "fp8" and given is not None:
-        return given.precision()
-    if given is not None:
+    recipe = torchao or te
+    if name == "fp8" and recipe is not None:
+        return recipe.precision()
+    if recipe is not None:
         raise ConfigurationError(
-            f"kwargs_handlers holds {type(given).__name__}, but mixed_precision={name!r}. Use 'fp8', or remove the "
+            f"kwargs_handlers holds {type(recipe).__name__}, but mixed_precision={name!r}. Use 'fp8', or remove the "
             "handler."
         )
     if name is None:
@@ -368,17 +384,17 @@ def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
 
 def forget_precision(accelerator: object) -> None:
     """Let `compare_precision` ignore an Accelerator that has ended."""
-    _living.pop(accelerator, None)
+    _precision_of_accelerators.pop(accelerator, None)
 
 
 def compare_precision(accelerator: object, precision: str, *, warns: bool) -> None:
     """Record an Accelerator's precision. With `warns`, warn if another one of this process has another precision."""
-    others = set(_living.values()) - {precision}
-    _living[accelerator] = precision
-    if others and warns:
+    other_precisions = set(_precision_of_accelerators.values()) - {precision}
+    _precision_of_accelerators[accelerator] = precision
+    if other_precisions and warns:
         warnings.warn(
-            f"this process has an Accelerator with mixed_precision={others.pop()!r} already, and this one has "
-            f"{precision!r}: a model computes in the precision of the Accelerator that prepared it. Pass the same "
+            f"this process has an Accelerator with mixed_precision={other_precisions.pop()!r} already, and this one "
+            f"has {precision!r}: a model computes in the precision of the Accelerator that prepared it. Pass the same "
             "mixed_precision to both, or use one Accelerator.",
             TrainwrightWarning,
             stacklevel=4,

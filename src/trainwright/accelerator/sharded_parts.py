@@ -31,7 +31,7 @@ def save_fsdp_model(
     """Write the weights of a prepared model as a checkpoint in a folder of `output_dir`. Collective.
 
     With a sharded strategy, every rank writes its shards. `load_fsdp_model` reads the checkpoint with any strategy. It
-    also restores each rank's random generators.
+    also restores each rank's random generators if the number of ranks is the same.
 
     Args:
         fsdp_plugin, use_dcp: Accepted without effect: sharded states have one format.
@@ -116,6 +116,7 @@ def _load(accelerator: Accelerator, folder: str, model: nn.Module, optimizer: Op
 
 
 def _checkpoints(accelerator: Accelerator) -> LoopCheckpoints:
+    """Return checkpoints without the project's folders and hooks: the callers name the folders."""
     return LoopCheckpoints(accelerator.engine, StateFolders(ProjectConfiguration()))
 
 

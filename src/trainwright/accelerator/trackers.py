@@ -96,6 +96,7 @@ class LoggerTracker(GeneralTracker):
         options: Options of the library: the tracker's entry in `init_kwargs` of `init_trackers`.
     """
 
+    # `class TensorBoardTracker(LoggerTracker, kind=LoggerType.TENSORBOARD)` calls this method and registers the class.
     def __init_subclass__(cls, kind: LoggerType | None = None, requires_folder: bool = False) -> None:
         if kind is not None:
             cls.name = kind.value
@@ -105,12 +106,13 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | None = None, **options: Any) -> None:
         self._make_logger(run_name, logging_dir, options)
 
+    # Not in `__init__`, whose arguments have other names and defaults in some sub-classes.
     def _make_logger(self, run_name: str, logging_dir: str | None, options: dict[str, Any]) -> None:
         self.run_name = run_name
         self._folder = Path(logging_dir or ".")
         self.logger: Logger = LOGGERS.get(self.name).in_folder(self._folder, run_name, **options)
-        self._step = -1
-        self._has_warned = False
+        self._step = -1  # of the newest `log`
+        self._has_warned = False  # of a value that cannot be recorded
 
     @property
     def tracker(self) -> Any:
@@ -132,28 +134,34 @@ class LoggerTracker(GeneralTracker):
         self._step = self._step + 1 if step is None else int(step)
         metrics: dict[str, float] = {}
         for name, value in _flat(values):
-            if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1:
+            is_array = isinstance(value, (torch.Tensor, np.ndarray, np.generic))
+            if is_array and math.prod(value.shape) == 1:
                 value = value.item()
             if isinstance(value, numbers.Real):
                 metrics[name] = float(value)
             elif isinstance(value, str):
                 self.logger.log_text(name, value, self._step)
             elif not self._has_warned:
-                self._has_warned, kind = True, type(value).__name__
+                self._has_warned = True
+                kind = type(value).__name__
+                article = "an" if kind[0] in "aeiouAEIOU" else "a"
                 self.logger.warn_once(
-                    f"{self.name} cannot log {name!r}, {'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}; it is "
-                    "skipped, and so are later ones without a warning."
+                    f"{self.name} cannot log {name!r}, {article} {kind}; it is skipped, and so are later ones without "
+                    "a warning."
                 )
         if metrics:
             self.logger.log_metrics(metrics, self._step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record names with lists or arrays of images; see `Logger.log_image`. For `kwargs` see `log`."""
+        """Record names with lists or arrays of images; see `Logger.log_image`. For `kwargs` see `log`.
+
+        Step None is the step of the newest `log`, or 0. The names of several images are `name/0`, `name/1`, ….
+        """
         self._refuse(kwargs)
-        at = max(self._step, 0) if step is None else step
         for key, images in values.items():
             for index, image in enumerate(images):
-                self.logger.log_image(key if len(images) == 1 else f"{key}/{index}", image, at)
+                name = key if len(images) == 1 else f"{key}/{index}"
+                self.logger.log_image(name, image, self._step_beside_log(step))
 
     def log_table(
         self,
@@ -164,10 +172,16 @@ class LoggerTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: object,
     ) -> None:
-        """Record a table: `columns` and rows of `data`, or a pandas frame. For `kwargs` see `log`."""
+        """Record a table: `columns` and rows of `data`, or a pandas frame. For `kwargs` see `log`.
+
+        Step None is the step of the newest `log`, or 0.
+        """
         self._refuse(kwargs)
-        at = max(self._step, 0) if step is None else step
-        self.logger.log_table(table_name, columns, data, dataframe, at)
+        self.logger.log_table(table_name, columns, data, dataframe, self._step_beside_log(step))
+
+    def _step_beside_log(self, step: int | None) -> int:
+        """Return the step of a value that `log` does not record. It does not advance the steps of `log`."""
+        return max(self._step, 0) if step is None else step
 
     def _refuse(self, options: dict[str, object]) -> None:
         if options:
@@ -181,6 +195,7 @@ class LoggerTracker(GeneralTracker):
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names and values of nested mappings: `{"a": {"b": 1}}` becomes `("a/b", 1)`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}/")
@@ -265,29 +280,32 @@ def read_trackers(log_with: object, folder: str | None) -> list[str | GeneralTra
         MissingPackageError: The package of a tracker is not installed.
         ConfigurationError: An entry is unknown or incomplete, or needs the folder of the project, which is not set.
     """
-    found: list[str | GeneralTracker] = []
-    entries = [log_with]
+    trackers: list[str | GeneralTracker] = []
     if log_with is None:
-        entries = []
+        entries: list[Any] = []
     elif isinstance(log_with, (list, tuple)):
         entries = list(log_with)
+    else:
+        entries = [log_with]
     for one in entries:
         if isinstance(one, GeneralTracker):
             missing = [name for name in _REQUIRED if inspect.getattr_static(one, name, None) is None]
             if missing:
                 raise ConfigurationError(f"the tracker {type(one).__name__} has no {', no '.join(missing)}. Add it.")
-            found.append(one)
+            trackers.append(one)
         elif one == LoggerType.ALL:
             for name in LOGGER_TYPE_TO_CLASS:
-                if name != LoggerType.CSV and name not in found and _reason_against(name, folder) is None:
-                    found.append(name)
+                if name == LoggerType.CSV or name in trackers:  # CSV is not a tracker of another library
+                    continue
+                if _reason_against(name, folder) is None:
+                    trackers.append(name)
         elif isinstance(one, str) and (one in LOGGER_TYPE_TO_CLASS or one == LoggerType.AIM):
             name = str(one)
             error = _reason_against(name, folder)
             if error is not None:
                 raise error
-            if name not in found:
-                found.append(name)
+            if name not in trackers:
+                trackers.append(name)
         else:
             check_owner(one)
             hint = (
@@ -295,7 +313,7 @@ def read_trackers(log_with: object, folder: str | None) -> list[str | GeneralTra
             )
             names = [*LOGGER_TYPE_TO_CLASS, LoggerType.ALL.value]
             raise unknown("log_with", one if isinstance(one, str) else repr(one), names, hint)
-    return found
+    return trackers
 
 
 def _reason_against(name: str, folder: str | None) -> Exception | None:
@@ -322,15 +340,20 @@ def _reason_against(name: str, folder: str | None) -> Exception | None:
 class LoopTrackers:
     """The trackers of an Accelerator. A tracker that raises an error is no longer used, with a warning.
 
-    `kinds` is the result of `read_trackers`. `folder` is the folder of the trackers.
+    Args:
+        kinds: The result of `read_trackers`: names, and the user's own objects.
+        folder: The folder of the trackers, or None.
+
+    Attributes:
+        started: The trackers that are in use. Empty before `start` and after `finish`. A tracker that fails is removed.
     """
 
     def __init__(self, kinds: Sequence[str | GeneralTracker], folder: str | None) -> None:
         self._kinds = kinds
         self._folder = folder
         self.started: list[GeneralTracker] = []
-        self._all: list[GeneralTracker] = []
-        self._unopened: list[GeneralTracker] = []  # they failed at their start
+        self._all: list[GeneralTracker] = []  # the trackers since `start`, including those that have failed
+        self._unopened: list[GeneralTracker] = []  # the trackers that have failed in `start`
 
     def start(self, project: str, config: dict[str, Any] | None, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Open a run of each tracker with the hyper-parameters `config`. `options` maps names of trackers to options.
@@ -338,7 +361,7 @@ class LoopTrackers:
         Raises:
             ConfigurationError: `options` names an unknown tracker, or an option is not valid. No run remains open.
         """
-        if self._kinds:  # A script may pass options of trackers that are optional.
+        if self._kinds:  # without trackers, a script may still pass the options of those that it can use
             _check_names("init_kwargs", options, self._names)
         self.finish()
         self._unopened = []
@@ -349,7 +372,7 @@ class LoopTrackers:
             else:
                 trackers.append(self._make(kind, project, options.get(kind, {})))
         self._all = trackers
-        self.started = list(self._all)
+        self.started = list(trackers)
         try:
             self.each("start")
         except ConfigurationError:
@@ -363,19 +386,20 @@ class LoopTrackers:
         return [kind.name if isinstance(kind, GeneralTracker) else kind for kind in self._kinds]
 
     def _make(self, name: str, project: str, options: Mapping[str, Any]) -> GeneralTracker:
+        """Create the tracker with a name. An unknown option of a logger is a ConfigurationError."""
         tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
         takes_folder = tracker_class.requires_logging_directory or issubclass(tracker_class, LoggerTracker)
-        folder = [self._folder] if takes_folder else []
+        arguments = [project, self._folder] if takes_folder else [project]
         try:
-            made: GeneralTracker = tracker_class(project, *folder, **options)
+            tracker: GeneralTracker = tracker_class(*arguments, **options)
         except TypeError as error:
-            if not issubclass(tracker_class, LoggerTracker):
+            if not issubclass(tracker_class, LoggerTracker):  # a class of the user, whose error may be of its own code
                 raise
             raise ConfigurationError(f"init_kwargs={{{name!r}: {dict(options)!r}}} is wrong: {error}.") from error
-        return made
+        return tracker
 
     def log(self, method: str, values: object, step: object, options: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Call `log` or `log_images` of each tracker.
+        """Call `log` or `log_images` of each tracker. `options` maps names of trackers to options of the method.
 
         Raises:
             ConfigurationError: `values` is not a mapping, `step` is not a number, or `each` raises.
@@ -388,11 +412,16 @@ class LoopTrackers:
 
     @property
     def _starts_on_main_only(self) -> bool:
-        """True on the other processes of a script that starts trackers on the main process only, or not yet."""
+        """True on processes other than the main one, if the script starts trackers on the main process only.
+
+        It is also True there before `start`, so that calls have no effect instead of raising an error.
+        """
         return not self._all and not PartialState().is_main_process
 
     def each(self, method: str, *args: object, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        """Call a method of each tracker that has this method.
+        """Call a method of each tracker that has this method. `options` maps names of trackers to options.
+
+        Without trackers, the call has no effect. An error of a tracker is a warning, and removes it from `started`.
 
         Raises:
             ConfigurationError: Trackers are not started, an option is not valid, or `options` names an unknown tracker.
@@ -433,18 +462,18 @@ class LoopTrackers:
         Raises:
             ConfigurationError: No tracker has this name.
         """
-        named = {tracker.name: tracker for tracker in self._all}
+        by_name = {tracker.name: tracker for tracker in self._all}
         if self._starts_on_main_only and name in self._names:
             return DummyExperiment()
-        _check_names("get_tracker", [name], list(named))
-        found = named[name]
-        if found.main_process_only and not PartialState().is_main_process:
+        _check_names("get_tracker", [name], list(by_name))
+        tracker = by_name[name]
+        if tracker.main_process_only and not PartialState().is_main_process:
             return DummyExperiment()
-        if found in self._unopened:
+        if tracker in self._unopened:
             text = f"the tracker {name!r} failed at its start: what get_tracker returns does nothing."
             warnings.warn(text, TrainwrightWarning, stacklevel=3)
             return DummyExperiment()
-        return found.tracker if unwrap else found  # type: ignore[attr-defined]  # checked by read_trackers
+        return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]  # checked by read_trackers
 
     def finish(self) -> None:
         """Close all trackers. Repeated calls have no effect."""
@@ -454,7 +483,7 @@ class LoopTrackers:
         self._all = []
 
 
-def _check_names(argument: str, given: Iterable[str], names: Sequence[str]) -> None:
-    for name in given:
-        if name not in names:
-            raise unknown(argument, name, names)
+def _check_names(argument: str, passed_names: Iterable[str], known_names: Sequence[str]) -> None:
+    for name in passed_names:
+        if name not in known_names:
+            raise unknown(argument, name, known_names)

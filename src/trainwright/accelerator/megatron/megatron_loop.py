@@ -27,6 +27,7 @@ from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 
 B = TypeVar("B")
 T = TypeVar("T")
+# The newest loop, under the key "loop". Weak, so that a loop that the script no longer references is freed.
 _newest: weakref.WeakValueDictionary[str, MegatronLoop] = weakref.WeakValueDictionary()
 
 
@@ -38,6 +39,9 @@ class MegatronLoop:
         engine: The engine, after its start.
         forward_backward: `Accelerator.forward_backward`.
         num_steps: `gradient_accumulation_steps` of the Accelerator. Must be 1.
+
+    Raises:
+        ConfigurationError: `num_steps` is more than 1.
     """
 
     def __init__(
@@ -51,8 +55,9 @@ class MegatronLoop:
         self.plugin = plugin
         self._engine = engine
         self._forward_backward = forward_backward
-        self._direct = False  # calls of the model reach it as they are
-        self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_direct = False  # calls of the model only run its forward; see `direct`
+        self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers with the hook of `clip`
+        # The training step of each model, once the model was called. Only with the plugin's custom functions.
         self._steps: weakref.WeakKeyDictionary[nn.Module, AbstractTrainStep] = weakref.WeakKeyDictionary()
         _newest["loop"] = self
 
@@ -62,28 +67,32 @@ class MegatronLoop:
         return self._engine.data_ranks
 
     def enlarge(self, loader: T) -> T:
-        """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
+        """Return a DataLoader whose batches have the rows of all micro-batches of a step.
+
+        Return other loaders unchanged. The plugin receives the sizes of batches if they are not set.
+        """
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             return loader
         sampler = loader.batch_sampler
-        num = self.plugin.num_micro_batches or 1
+        num_micro_batches = self.plugin.num_micro_batches or 1
         micro_batch_size = getattr(sampler, "batch_size", None)
         if micro_batch_size is not None and "global_batch_size" not in vars(self.plugin):
             self.plugin.set_training_args(micro_batch_size, self.data_ranks.size)
-        if num == 1:
+        if num_micro_batches == 1:
             return loader
         if micro_batch_size is None:
             raise ConfigurationError(
-                f"{type(sampler).__name__} has no batch_size, which num_micro_batches={num} multiplies. Use torch's "
-                "BatchSampler, or a DataLoader with batch_size=None that returns batches of all micro-batches."
+                f"{type(sampler).__name__} has no batch_size, which num_micro_batches={num_micro_batches} multiplies. "
+                "Use torch's BatchSampler, or a DataLoader with batch_size=None that returns batches of all "
+                "micro-batches."
             )
         larger_sampler = copy.copy(sampler)
-        vars(larger_sampler)["batch_size"] = micro_batch_size * num
+        vars(larger_sampler)["batch_size"] = micro_batch_size * num_micro_batches
         larger_loader = copy.copy(loader)
         # DataLoader refuses to set its attributes after __init__. `given` is the user's loader.
         vars(larger_loader).update(batch_sampler=larger_sampler, given=loader)
         if loader.batch_size is not None:
-            vars(larger_loader)["batch_size"] = micro_batch_size * num
+            vars(larger_loader)["batch_size"] = micro_batch_size * num_micro_batches
         return larger_loader
 
     def clip(self, optimizer: Optimizer) -> None:
@@ -113,18 +122,23 @@ class MegatronLoop:
         """Return a function that calls `step`. Calls of the model in `step` only run the model's forward."""
 
         def run(batch: B) -> T:
-            outer = self._direct
-            self._direct = True
+            was_direct = self._is_direct
+            self._is_direct = True
             try:
                 return step(batch)
             finally:
-                self._direct = outer
+                self._is_direct = was_direct
 
         return run
 
     def run(self, model: nn.Module, call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """Run a prepared model's forward, and in training also its backward. Return the output. Collective."""
-        if self._direct:
+        """Run a prepared model's forward, and in training also its backward. Return the output. Collective.
+
+        In training, the output has the mean loss of all micro-batches, and their logits with `return_logits`. Its
+        backward adds no gradients to the model, because they exist already. In evaluation, the output receives the mean
+        loss over ranks, if the model returns a loss.
+        """
+        if self._is_direct:
             return call(*args, **kwargs)
         ranks = self.data_ranks
         if not (model.training and torch.is_grad_enabled()):
@@ -137,7 +151,7 @@ class MegatronLoop:
             output["loss"] = ranks.all_gather(loss.detach()).mean()
             return output
         parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
-        seen: list[torch.Tensor] = []
+        logits_of_parts: list[torch.Tensor] = []
 
         def step(part: Part) -> torch.Tensor:
             part_args, part_kwargs = part.data
@@ -146,22 +160,26 @@ class MegatronLoop:
                 loss = loss_of_output(output, type(model).__name__)
             logits = output.get("logits") if isinstance(output, dict) else output
             if self.plugin.return_logits and isinstance(logits, torch.Tensor):
-                seen.append(full_output(logits).detach())
+                logits_of_parts.append(full_output(logits).detach())
             return loss * part.weight * len(parts)  # `forward_backward` divides by the number of parts
 
         loss = self._forward_backward(step, parts)
         loss = ranks.all_gather(full_output(loss)).mean()  # in a pipeline, all ranks have this mean already
-        found = PipelineOutput(loss=loss.detach().requires_grad_())
+        # With a graph of its own, so that `accelerator.backward(loss)` of the user's loop has no effect.
+        whole_output = PipelineOutput(loss=loss.detach().requires_grad_())
         if self.plugin.return_logits:
-            found["logits"] = torch.cat(seen) if seen else None
-        return found
+            whole_output["logits"] = torch.cat(logits_of_parts) if logits_of_parts else None
+        return whole_output
 
     def _forward(
         self, model: nn.Module, call: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[torch.Tensor | None, Any]:
         """Run a forward. Return the micro-batch's loss (None if the model returns none) and the output."""
         plugin = self.plugin
-        if not (plugin.custom_train_step_class or plugin.custom_get_batch_function or plugin.custom_loss_function):
+        has_custom_step = (
+            plugin.custom_train_step_class or plugin.custom_get_batch_function or plugin.custom_loss_function
+        )
+        if not has_custom_step:
             output = call(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, dict) else None
             return (None if loss is None else full_output(loss)), output
@@ -182,8 +200,8 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
     Args:
         losses: Losses of this rank (0-dim).
     """
-    found = torch.stack([loss.detach().reshape(()) for loss in losses])
-    return _data_ranks().all_gather(found).mean(0)
+    stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
+    return _data_ranks().all_gather(stacked).mean(0)
 
 
 def gather_across_data_parallel_groups(tensor: object) -> Any:
@@ -202,7 +220,8 @@ def gather_across_data_parallel_groups(tensor: object) -> Any:
 
 
 def _data_ranks() -> DataRanks:
-    found = _newest.get("loop")
-    if found is None:
+    """Return the data-parallel ranks of the newest loop."""
+    loop = _newest.get("loop")
+    if loop is None:
         raise ConfigurationError("no Accelerator has a MegatronLMPlugin. Pass Accelerator(megatron_lm_plugin=…).")
-    return found.data_ranks
+    return loop.data_ranks

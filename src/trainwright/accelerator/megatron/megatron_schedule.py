@@ -67,7 +67,7 @@ class MegatronLMDummyDataLoader:
 
 
 def _fractions(text: str) -> list[tuple[float, float]]:
-    """Return the begin and the end of the three parts of the data: `"969,30,1"` is (0, 0.969), (0.969, 0.999), …."""
+    """Return the bounds of the three parts of the data: `"969,30,1"` is (0, 0.969), (0.969, 0.999), …."""
     try:
         proportions = [float(part) for part in text.split(",")]
     except ValueError:
@@ -78,13 +78,16 @@ def _fractions(text: str) -> list[tuple[float, float]]:
     return [(begin, min(end, 1.0)) for begin, end in pairwise(ends)]
 
 
-def _files(given: Any) -> Any:
-    """Return the files as an argument of `TokenDataset`: a list of paths, or a dict of paths and weights."""
-    words = given.split() if isinstance(given, str) else list(given)
+def _files(data_path: Any) -> Any:
+    """Return the files as an argument of `TokenDataset`: a list of paths, or a dict of paths and weights.
+
+    `[0.3, "a", 0.7, "b"]` becomes `{"a": 0.3, "b": 0.7}`.
+    """
+    words = data_path.split() if isinstance(data_path, str) else list(data_path)
     weights = words[::2]
     paths = words[1::2]
     if len(weights) != len(paths) or not all(_is_number(word) for word in weights):
-        return words  # paths only
+        return words  # paths without weights
     return {str(path): float(weight) for path, weight in zip(paths, weights, strict=True)}
 
 
@@ -130,8 +133,8 @@ class MegatronSchedule(LRScheduler):
     def __init__(self, optimizer: Optimizer, plugin: MegatronLMPlugin, total: int, warmup: int) -> None:
         self._style = plugin.lr_decay_style
         self._min_lr = plugin.min_lr
-        self._total = plugin.train_iters or total
-        self._decay = plugin.lr_decay_iters or self._total
+        self._total = plugin.train_iters or total  # steps until the weight decay has its last value
+        self._decay = plugin.lr_decay_iters or self._total  # steps until the learning rate is `min_lr`, with warmup
         if self._decay < 1:
             raise ConfigurationError("MegatronLMDummyScheduler needs total_num_steps, or MegatronLMPlugin train_iters.")
         if plugin.lr_warmup_fraction is not None:
@@ -158,17 +161,18 @@ class MegatronSchedule(LRScheduler):
                 group["weight_decay"] = first + part * (last - first)
         return [self._at(self.last_epoch, float(base)) for base in self.base_lrs]
 
-    def _at(self, done: int, base: float) -> float:
-        if self._warmup and done <= self._warmup:
-            return base * done / self._warmup
+    def _at(self, num_steps: int, base: float) -> float:
+        """Return the learning rate after a number of steps, for a maximum of `base`."""
+        if self._warmup and num_steps <= self._warmup:
+            return base * num_steps / self._warmup
         if self._style == "constant":
             return base
-        part = _progress(self._style, (done - self._warmup) / max(1, self._decay - self._warmup))
+        part = _progress(self._style, (num_steps - self._warmup) / max(1, self._decay - self._warmup))
         return base + part * (self._min_lr - base)
 
 
 def _progress(style: str, part: float) -> float:
-    """Return how far a value has moved from its first to its last one, after a part of the steps."""
+    """Return how far a value has moved from its first (0) to its last one (1), after a part of the steps."""
     part = min(1.0, part)
     if style == "linear":
         return part

@@ -57,17 +57,18 @@ class GPTTrainStep(AbstractTrainStep):
         args: The options of `MegatronLMPlugin`. An Accelerator may be passed before the options.
     """
 
-    # What transformers calls the positional arguments of Megatron-LM's model.
+    # The names in transformers of the positional arguments of Megatron-LM's model.
     _names: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "attention_mask")
     _has_order: ClassVar[bool] = False  # the model may predict the order of sentences, too
 
     def __init__(self, *args: Any) -> None:
         super().__init__(type(self).__name__)
-        self.args = options = args[-1]
-        owner = args[0] if len(args) > 1 else None
-        batch = _call(self.get_batch_func, owner, options.megatron_dataset_flag)
-        self.get_batch = options.custom_get_batch_function or batch
-        self.loss_func = options.custom_loss_function or _call(self.get_loss_func, owner)
+        options = args[-1]
+        self.args = options
+        accelerator = args[0] if len(args) > 1 else None
+        get_batch = _call(self.get_batch_func, accelerator, options.megatron_dataset_flag)
+        self.get_batch = options.custom_get_batch_function or get_batch
+        self.loss_func = options.custom_loss_function or _call(self.get_loss_func, accelerator)
         self.forward_step = _call(self.get_forward_step_func)
 
     def get_batch_func(self, accelerator: object = None, megatron_dataset_flag: bool = False) -> Callable[..., Any]:
@@ -80,9 +81,11 @@ class GPTTrainStep(AbstractTrainStep):
         return self._loss
 
     def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the tokens, labels, mask of the loss, attention mask and positions, as in Megatron-LM."""
         tokens = data["input_ids"]
-        given = data.get("labels", tokens)
-        labels = torch.cat([given[:, 1:], torch.full_like(given[:, :1], _IGNORED)], 1)
+        unshifted = data.get("labels", tokens)
+        # The label of a token is the next token: [1, 2, 3] becomes [2, 3, ignored].
+        labels = torch.cat([unshifted[:, 1:], torch.full_like(unshifted[:, :1], _IGNORED)], 1)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return tokens, labels, (labels != _IGNORED).float(), data.get("attention_mask"), positions
 
@@ -93,7 +96,10 @@ class GPTTrainStep(AbstractTrainStep):
     def _loss(self, loss_mask: torch.Tensor, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Loss:
         losses, logits = output if isinstance(output, tuple) else (output, None)
         loss = _masked_mean(losses, loss_mask)
-        return loss, {"lm loss": loss.detach(), **({} if logits is None else {"logits": logits})}
+        logged: dict[str, Any] = {"lm loss": loss.detach()}
+        if logits is not None:
+            logged["logits"] = logits
+        return loss, logged
 
     def call_model(
         self,
@@ -106,12 +112,15 @@ class GPTTrainStep(AbstractTrainStep):
     ) -> Any:
         """Call a transformers model with the arguments of Megatron-LM's model. Return the loss of each token.
 
-        Without labels, the result is the logits.
+        With `return_logits`, the result is the losses and the logits. For an encoder, it is the losses and the logits
+        of the order of sentences, or None. Without labels, it is the logits.
         """
-        given = dict(zip(self._names, values, strict=False), token_type_ids=tokentype_ids)
-        output = model(**{name: value for name, value in given.items() if value is not None})
-        logits = full_output(output["prediction_logits" if "prediction_logits" in output else "logits"])
-        labels = lm_labels if labels is None else labels
+        arguments = dict(zip(self._names, values, strict=False), token_type_ids=tokentype_ids)
+        output = model(**{name: value for name, value in arguments.items() if value is not None})
+        name_of_logits = "prediction_logits" if "prediction_logits" in output else "logits"
+        logits = full_output(output[name_of_logits])
+        if labels is None:
+            labels = lm_labels
         if labels is None:
             return logits
         losses = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", ignore_index=_IGNORED)
@@ -132,6 +141,10 @@ class BertTrainStep(GPTTrainStep):
     _has_order = True
 
     def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the tokens, types, label of the order, mask of the loss, labels and padding mask, as in Megatron-LM.
+
+        The mask of the loss is None if the labels are classes.
+        """
         labels = data["labels"]
         order = data.get("next_sentence_label")
         mask = (labels != _IGNORED).float() if labels.shape == data["input_ids"].shape else None
@@ -145,15 +158,16 @@ class BertTrainStep(GPTTrainStep):
         return output, partial(self.loss_func, loss_mask, order)
 
     def _loss(self, *values: Any) -> Loss:
-        if len(values) == 3:  # pre-training
+        """Return the loss of pre-training (mask, order, output) or of classification (labels, output)."""
+        if len(values) == 3:
             loss_mask, sentence_order, (losses, order_logits) = values
             loss = _masked_mean(losses, loss_mask)
-            found = {"lm loss": loss.detach()}
+            logged: dict[str, Any] = {"lm loss": loss.detach()}
             if sentence_order is not None and order_logits is not None:
-                of_order = cross_entropy(order_logits.float(), sentence_order.view(-1))
-                loss = loss + of_order
-                found["sop loss"] = of_order.detach()
-            return loss, found
+                loss_of_order = cross_entropy(order_logits.float(), sentence_order.view(-1))
+                loss = loss + loss_of_order
+                logged["sop loss"] = loss_of_order.detach()
+            return loss, logged
         labels = values[0]
         logits = values[1].float()
         if logits.shape[-1] == 1:
@@ -171,6 +185,10 @@ class T5TrainStep(GPTTrainStep):
     _names = ("input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask")
 
     def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
+        """Return both parts' tokens, the mask of the loss, the labels, and three attention masks, as in Megatron-LM.
+
+        The masks are those of the encoder, the decoder, and the decoder's attention to the encoder.
+        """
         labels = data["labels"]
         decoder = data.get("decoder_input_ids")
         mask = data.get("attention_mask")
@@ -190,7 +208,12 @@ def make_train_step(plugin: MegatronLMPlugin, model: nn.Module) -> AbstractTrain
     """Return the step that a plugin describes, for a model of transformers."""
     config: Any = getattr(model, "config", None)
     kind = str(getattr(config, "model_type", "gpt"))
-    own = BertTrainStep if "bert" in kind else T5TrainStep if "t5" in kind else GPTTrainStep
+    default_class = GPTTrainStep
+    if "bert" in kind:
+        default_class = BertTrainStep
+    elif "t5" in kind:
+        default_class = T5TrainStep
+    step_class: Callable[..., AbstractTrainStep] = plugin.custom_train_step_class or default_class
     args = SimpleNamespace(
         **plugin.to_dict(),
         eos_token_id=getattr(config, "eos_token_id", None),
@@ -198,8 +221,7 @@ def make_train_step(plugin: MegatronLMPlugin, model: nn.Module) -> AbstractTrain
         vocab_file=None,
         model_return_dict=True,
     )
-    found: AbstractTrainStep = (plugin.custom_train_step_class or own)(args, **(plugin.custom_train_step_kwargs or {}))
-    return found
+    return step_class(args, **(plugin.custom_train_step_kwargs or {}))
 
 
 def _call(function: Callable[..., Any], *values: object) -> Any:
@@ -208,5 +230,6 @@ def _call(function: Callable[..., Any], *values: object) -> Any:
 
 
 def _masked_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the elements where `mask` is 1."""
     mask = mask.view(-1).float()
     return (losses.float().view(-1) * mask).sum() / mask.sum()

@@ -32,13 +32,22 @@ _LOG = logging.getLogger("trainwright")
 
 
 def divided_options(options: LoaderOptions, loader: object, even_batches: EvenBatches) -> LoaderOptions:
-    """Return the options with which `even_batches` divides a loader over ranks."""
+    """Return the options with which `even_batches` divides a loader over ranks.
+
+    | `even_batches` | `lockstep` | `completes_rounds` |
+    |---|---|---|
+    | True | True | True |
+    | `"pad"` | True | False |
+    | False | False | True if the loader drops incomplete batches |
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
     drops_last = getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False)
-    # As in Accelerate, a loader that drops incomplete batches drops an incomplete last round also with False: ranks
-    # that train without join_uneven_inputs would wait for each other forever.
-    completes = even_batches is True or (even_batches is False and bool(drops_last))
-    return replace(options, lockstep=bool(even_batches), completes_rounds=completes)
+    completes_rounds = even_batches is True
+    if even_batches is False and drops_last:
+        # As in Accelerate, such a loader drops an incomplete last round, too. Otherwise, ranks that train without
+        # join_uneven_inputs would wait for each other forever.
+        completes_rounds = True
+    return replace(options, lockstep=bool(even_batches), completes_rounds=completes_rounds)
 
 
 class AcceleratedLoader(SkippableLoader):
@@ -54,8 +63,7 @@ class AcceleratedLoader(SkippableLoader):
         mover: Function that moves a batch to the device. None: batches are not moved.
         rng_types: Generators that are synchronized over processes before each pass. Default: None.
         continues: Continue at the position of a loaded state. Default: None, which also logs a line.
-        models: The prepared models, also later ones. A pass without a model in training mode is an evaluation.
-            Default: `()`.
+        models: The Accelerator's list of prepared models, which grows with later ones. See `_evaluates`. Default: `()`.
 
     Attributes:
         given, prepared: The arguments. `prepared.raw` may be a copy of the user's loader with other data or sizes.
@@ -80,11 +88,13 @@ class AcceleratedLoader(SkippableLoader):
         self._groups = groups
         self._continues = continues
         self._models = models
-        self._epoch = 0
-        self._interrupted: dict[str, Any] | None = None  # the loaded state of a pass that has not continued yet
-        self._replays = False  # the pass that continues fetches the batches before its position, and drops them
-        self._trained_at_load = False
-        self._reading: Pass | None = None  # the pass that has begun and not ended
+        self._epoch = 0  # of the next pass
+        # `load_state_dict` sets these three for a state that was saved within a pass. The pass that continues at the
+        # state's position resets `_interrupted` to None.
+        self._interrupted: dict[str, Any] | None = None  # the loaded state, until its pass continues
+        self._replays = False  # the pass fetches the batches before its position, and drops them
+        self._trained_at_load = False  # a prepared model was in training mode when the state was loaded
+        self._reading: Pass | None = None  # the innermost pass that has begun and not ended
         self._newest: Pass | None = None  # the newest pass, finished or not
 
     def __len__(self) -> int:
@@ -102,27 +112,29 @@ class AcceleratedLoader(SkippableLoader):
     @contextmanager
     def divided(self, even_batches: EvenBatches) -> Iterator[None]:
         """Return a context in which passes divide data in another way. Not collective."""
-        before = self.prepared.options
-        self.prepared.use(divided_options(before, self.given, even_batches))
+        outer_options = self.prepared.options
+        self.prepared.use(divided_options(outer_options, self.given, even_batches))
         try:
             yield
         finally:
-            self.prepared.use(before)
+            self.prepared.use(outer_options)
 
     @property
     def _num_batches(self) -> int | None:
-        """Number of this rank's micro-batches in one pass, or None if unknown."""
+        """Number of this rank's micro-batches in one pass, including padding. None if it is unknown."""
         if self.even_batches:
             return self.prepared.num_batches
         counts = self.prepared.counts
         if counts is None:
             return None
         options = self.prepared.options
-        return min(counts) if options.uneven == "stop" else counts[options.rank]
+        if options.uneven == "stop":  # all ranks end with the first one
+            return min(counts)
+        return counts[options.rank]
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of one micro-batch over all processes."""
+        """Samples of one micro-batch over all processes. An unknown batch size counts as 1."""
         return (self._full_rows or 1) * self.prepared.options.world
 
     @property
@@ -169,14 +181,16 @@ class AcceleratedLoader(SkippableLoader):
     def begin_pass(self, first: int | None) -> Iterator[Any]:
         """Iterate over the next epoch from micro-batch `first`. None: from the position of a loaded state, or 0.
 
-        An evaluation before the interrupted pass continues reads the epoch from its beginning, and does not count.
+        An evaluation before the interrupted pass continues reads the epoch from its beginning. It does not increment
+        the epoch.
         """
-        # A generator: an iterator that is never read must not begin a pass. tqdm.auto makes one in its constructor.
+        # A generator: an iterator that is never read must not begin a pass. tqdm.auto creates one in its constructor.
         if self._rng_types is not None:
             synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
         postpones = self._interrupted is not None and self._evaluates()
         position = self._take_position(first, postpones=postpones)
         if position is not None and self._replays:
+            # The data cannot begin at the position. `_batches` reads it from its beginning, and skips as for `first`.
             first = position["batch"]
             position = None
         self.prepared.set_epoch(self._epoch, position)
@@ -187,53 +201,61 @@ class AcceleratedLoader(SkippableLoader):
             return
         raw = self.prepared.raw
         if isinstance(raw, DataLoader) and raw.generator is None:
-            torch.empty((), dtype=torch.int64).random_()  # torch's loader draws a seed for each pass, too
-        first = first or 0
-        yield from self._batches(first, reads_from=first if self.prepared.can_seek else 0)
+            # torch's own loader draws a seed for each pass. With this draw, the loop's later random numbers are those
+            # of a loop without an Accelerator. A pass that continues has drawn its seed before the save.
+            torch.empty((), dtype=torch.int64).random_()
+        start = first or 0
+        yield from self._batches(start, reads_from=start if self.prepared.can_seek else 0)
 
     def _evaluates(self) -> bool:
-        """Return whether the pass that begins now is an evaluation, as far as torch knows."""
-        # Models of from_pretrained are in evaluation mode until the loop calls train(), maybe in its first step. So
-        # only a model whose mode has changed says that this is an evaluation.
-        return not torch.is_grad_enabled() or (self._trained_at_load and not self._in_training_mode())
+        """Return whether the pass that begins now is an evaluation: autograd or the models' mode show it."""
+        if not torch.is_grad_enabled():
+            return True
+        # Evaluation mode alone does not show it: models of from_pretrained are in this mode until the loop calls
+        # train(), maybe in its first step. But a loop that trained at the load has switched to evaluation since.
+        return self._trained_at_load and not self._in_training_mode()
 
     def _in_training_mode(self) -> bool:
         return any(model.training for model in self._models)
 
     def _take_position(self, first: int | None, *, postpones: bool) -> dict[str, int] | None:
-        """Return the position at which the interrupted pass continues now. None: the pass begins at `first`, or 0."""
+        """Return the position at which the interrupted pass continues now. None: the pass begins at `first`, or 0.
+
+        Unless the pass only postpones the interrupted one, later passes do not continue at the position any more.
+        """
         interrupted = self._interrupted
         if interrupted is None:
             return None
         if postpones:
-            self._report("An evaluation reads the epoch from its beginning. The next pass that trains continues.")
+            text = "An evaluation reads the epoch from its beginning. The next pass that trains continues."
+            self._report(interrupted, text)
             return None
         position: dict[str, int] = interrupted["position"]
-        same_epoch = self._epoch == interrupted["epoch"]
-        if not same_epoch:
-            self._report(f"The loop begins epoch {self._epoch} instead of continuing.")
+        is_same_epoch = self._epoch == interrupted["epoch"]  # another one after `set_epoch`
+        if not is_same_epoch:
+            self._report(interrupted, f"The loop begins epoch {self._epoch} instead of continuing.")
         elif first is None:
-            self._report("This pass continues there, so the loop must not skip batches itself.")
+            self._report(interrupted, "This pass continues there, so the loop must not skip batches itself.")
         self._interrupted = None
         # skip_first_batches(loader, n) with the position's n names the same pass. Another n is the loop's decision.
-        same_start = first is None or first == position["batch"]
-        if not same_epoch or not same_start:
+        is_same_start = first is None or first == position["batch"]
+        if not is_same_epoch or not is_same_start:
             return None
         if interrupted["loader"] is not None:
             self.prepared.load_state_dict(interrupted["loader"])
         return position
 
-    def _report(self, text: str) -> None:
-        """Log a line about the loaded position, unless the user has set whether passes continue."""
-        if self._continues is not None or self._interrupted is None or detect().rank != 0:
+    def _report(self, interrupted: dict[str, Any], text: str) -> None:
+        """Log a line about a loaded position on rank 0, unless the user has set whether passes continue."""
+        if self._continues is not None or detect().rank != 0:
             return
         # A line of level INFO would not be shown, and a loop that skips batches by itself would lose data unseen.
         _LOG.warning(
             "The loaded state was saved after batch %d of epoch %d. %s "
             "DataLoaderConfiguration(use_stateful_dataloader=True) continues without this line; with False every "
             "epoch begins at its first batch.",
-            self._interrupted["position"]["batch"],
-            self._interrupted["epoch"],
+            interrupted["position"]["batch"],
+            interrupted["epoch"],
             text,
         )
 
@@ -247,8 +269,12 @@ class AcceleratedLoader(SkippableLoader):
         self._newest = reading
         self._groups.begin_pass(reading)
         num_batches = self._num_batches
-        # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
-        num_surely_full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
+        # Only this rank's last batch may have fewer rows than the others. If the number of batches is unknown, each
+        # batch may be the last one.
+        num_surely_full = 0
+        if prepared.counts is not None:
+            num_surely_full = prepared.counts[prepared.options.rank] - 1
+        # Groups of one batch: an Accelerator forms its groups of micro-batches later, in `accumulate`.
         try:
             if self.even_batches:
                 groups = iterate_groups(prepared, start_batch=reads_from)
@@ -264,7 +290,7 @@ class AcceleratedLoader(SkippableLoader):
                     num_left = 0
                 elif num_batches is not None:
                     num_left = num_batches - index - 1
-                is_full = index < num_surely_full and group.weights is None
+                is_full = index < num_surely_full and group.weights is None  # the usual case, which must be fast
                 reading.deliver(FULL if is_full else self._micro_batch(group, batch), num_left)
                 if self._mover is not None:
                     batch = self._mover(batch)
@@ -273,16 +299,16 @@ class AcceleratedLoader(SkippableLoader):
             reading.is_exhausted = True
         finally:
             self._groups.end_pass(reading)
-            if self._reading is reading:
+            if self._reading is reading:  # False if a newer pass has begun, and the garbage collector closes this one
                 self._reading = outer
 
     def _micro_batch(self, group: Group, batch: object) -> MicroBatch:
-        """Return what is known about the batch of a group of one batch."""
+        """Return the information about the only batch of a group."""
         is_padding = group.weights == [0.0]
         num_real = group.num_real
         num_rows = self._num_rows(batch, group.first_idx)
         if self.prepared.options.completes_rounds:
-            # Repeated samples weigh as much as others. Only gathered results are without them.
+            # Repeated samples weigh as much as others. Only gathered results omit them.
             if is_padding:
                 num_rows = 0
             is_padding = False
@@ -292,17 +318,21 @@ class AcceleratedLoader(SkippableLoader):
         return MicroBatch(is_padding, num_real, num_rows)
 
     def _num_rows(self, batch: object, index: int) -> int | None:
-        """Return the number of samples of this rank's batch that are not repeated. None if unknown, or all of them."""
+        """Return the number of samples of this rank's batch that are not repeated.
+
+        None if the batch is full, or if its size is unknown.
+        """
         prepared = self.prepared
         real_rows = prepared.real_rows(index)
-        if real_rows is not None:
+        if real_rows is not None:  # the round was completed with repeated samples
             return real_rows
         full = self._full_rows
         in_round = prepared.samples_in_round(index)
-        if full is None or in_round == full * prepared.real_ranks(index):
+        if full is None or in_round == full * prepared.real_ranks(index):  # the batches of all ranks are full
             return None
         if in_round is not None and prepared.options.world == 1:
             return in_round
+        # With several ranks, the samples of the round do not show which rank's batch is short.
         has_tensors = next(iterate_tensors(batch), None) is not None
         return batch_size(batch) if has_tensors else None
 
@@ -341,6 +371,10 @@ class AcceleratedLoader(SkippableLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in the data, after the last micro-batch that the loop has begun.
 
+        For example, `{"epoch": 3, "position": {"batch": 5, "samples": 40}, "loader": None}`: 5 micro-batches of epoch 3
+        have begun. `position` is None between two passes, and `epoch` is then that of the next pass. `loader` is the
+        state of a loader that stores its position itself, or else None.
+
         A loop without `accumulate` has begun all micro-batches that it has received.
 
         Raises:
@@ -348,7 +382,7 @@ class AcceleratedLoader(SkippableLoader):
                 loop has fetched batches ahead, and the data has its own state, which cannot go back.
         """
         self._groups.refuse_open()
-        if self._interrupted is not None:
+        if self._interrupted is not None:  # no pass has continued since the load, only evaluations
             return self._interrupted
         state: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
         reading = self._reading
@@ -369,20 +403,21 @@ class AcceleratedLoader(SkippableLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position. The next pass that trains begins at this position, unless `continues` is False.
 
-        A data set that can neither seek nor restore its own position is read from its beginning if `continues` is True.
-        Otherwise, the epoch restarts with a warning.
+        A data set that can neither seek nor restore its own position is read from its beginning up to the position if
+        `continues` is True. With None, the epoch restarts with a warning.
         """
         position = state["position"]
         loader_state = state["loader"]
         self._epoch = state["epoch"]
         self._interrupted = None
         self._replays = False
-        if position is None:
+        if position is None:  # the state was saved between two passes
             if loader_state is not None:
                 self.prepared.load_state_dict(loader_state, at_epoch_start=True)
             return
         if self._continues is False:
             return
+        # The loader's own state is loaded when the pass continues, because evaluations may read the loader before.
         try:
             self.prepared.check_resume(position["batch"], has_state=loader_state is not None)
         except ConfigurationError as error:
@@ -463,6 +498,7 @@ class SkippedStart(SkippableLoader):
         return self.loader.skip(num_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
+        # None for 0: without batches to skip, the pass may continue at the position of a loaded state.
         return self.loader.begin_pass(self._num_skipped or None)
 
     def __getattr__(self, name: str) -> Any:

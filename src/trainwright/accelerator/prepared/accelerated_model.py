@@ -29,9 +29,13 @@ class AcceleratedModel(nn.Module):
         module: The user's model.
         prepared: What the engine has made of the model.
         call: What a forward calls: `prepared.call`, or a compiled form of it.
-        make_context: Function that creates the context of a forward. Outputs are cast to float32. None: no context.
+        make_context: Function that creates the context of a forward. Outputs of fp16 or bf16 are then cast to float32.
+            None: no context, and outputs keep their dtype.
         explain: See `Engine.explain_error`.
         no_sync: See `Engine.no_sync`.
+
+    Attributes:
+        module, prepared, call, make_context: The arguments.
     """
 
     _is_accelerate_prepared = True  # Accelerate's mark, which programs read
@@ -53,10 +57,11 @@ class AcceleratedModel(nn.Module):
         self._no_sync = no_sync
         # Not by setattr, which would make a module a child: its parameters are those of `module`.
         vars(self).update(call=call)
-        self._num_forwards = 0  # that run now
+        self._num_forwards = 0  # forwards of this object that run now; several if they are nested
+        # Handle of a hook that refuses training calls of `module` without its wrapper. None without a wrapper of torch.
         self._guard: Any = None
         if isinstance(prepared.call, nn.Module) and prepared.call is not module:
-            self._guard = module.register_forward_pre_hook(partial(_refuse_past, weakref.ref(self)))
+            self._guard = module.register_forward_pre_hook(partial(_refuse_direct_call, weakref.ref(self)))
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model's forward. In training with several processes, collective."""
@@ -73,7 +78,7 @@ class AcceleratedModel(nn.Module):
             raise explained from error
         finally:
             self._num_forwards -= 1
-        return map_tensors(_widened, output)
+        return map_tensors(_widened, output)  # only with a context
 
     def release(self) -> None:
         """Allow another object to wrap the same model, and a process to train it directly."""
@@ -93,11 +98,11 @@ class AcceleratedModel(nn.Module):
         """Set training or evaluation mode. Return this object."""
         super().train(mode)
         if isinstance(self.prepared.call, nn.Module):
-            self.prepared.call.training = mode
+            self.prepared.call.training = mode  # a wrapper, such as DDP's, is not a child of this module
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the user's model's state dict. In the state dict of a parent module, names contain `module.`."""
+        """Return the state dict of the user's model. In the state dict of a parent module, names contain `module.`."""
         is_within_parent = args or kwargs.get("destination") is not None or kwargs.get("prefix")
         if is_within_parent:
             return super().state_dict(*args, **kwargs)
@@ -137,9 +142,13 @@ class AcceleratedModel(nn.Module):
             inputs: Prompts.
             attention_mask: Mask of the prompts.
             max_length: Length of a row with its prompt, if `max_new_tokens` is None. Default: None, which is 128.
+            max_new_tokens: Number of tokens to add. Default: None, which follows from `max_length`.
             top_p: Probability mass of the tokens to sample from. Default: None, which is 1.
-            top_p_decay: See `trainwright.generation.generate`. 0 means no decay.
-            add_BOS: Insert the BOS token of the model's configuration before each prompt.
+            top_p_decay: See `trainwright.generation.generate`. Default: 0, no decay.
+            add_BOS: Insert the BOS token of the model's configuration before each prompt. Default: False.
+
+        Raises:
+            ConfigurationError: `add_BOS` is True, and the model's configuration has no BOS token.
         """
         bos_token = None
         if add_BOS:
@@ -159,7 +168,7 @@ class AcceleratedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("module", "prepared"):
+            if name in ("module", "prepared"):  # not set yet, while the object is unpickled
                 raise
             return getattr(self.prepared.attributes, name)
 
@@ -170,7 +179,7 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
     With `keep_torch_compile`, a compiled module that wraps the model is returned. `model` is not changed.
     """
     inner: Any = model
-    compiled: Any = None
+    compiled: Any = None  # the outermost module of torch.compile
     while True:
         if isinstance(inner, AcceleratedModel):
             if compiled is None and inner.call is not inner.prepared.call:
@@ -189,17 +198,20 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
         return user_model
     if compiled._orig_mod is user_model:
         return cast(nn.Module, compiled)
-    # A new one: the loop may still train through the prepared model that the old one wraps.
+    # `compiled` wraps a wrapper of the model. It is not changed to wrap the model, because the loop may still train
+    # through it. `dynamo_ctx` holds the options of the compilation.
     return cast(nn.Module, type(compiled)(user_model, compiled.dynamo_ctx))
 
 
-def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: object) -> None:
+def _refuse_direct_call(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: object) -> None:
     """Raise an error if a model that several processes train is called without its wrapper."""
     if torch.compiler.is_compiling():
         return
-    owner = prepared()
+    wrapper = prepared()
+    if wrapper is None or wrapper.is_in_forward:
+        return
     trains = torch.is_grad_enabled() and module.training
-    if owner is None or owner.is_in_forward or not trains:
+    if not trains:
         return
     raise ConfigurationError(
         f"{type(module).__name__} was called directly or by one of its own methods, not through the model that "

@@ -32,8 +32,9 @@ class AcceleratedOptimizer(Optimizer):
 
     Attributes:
         given: The user's optimizer.
-        optimizer: The optimizer that `step` calls: `given`, or the strategy's replacement of it.
-        num_steps: Number of completed steps.
+        optimizer: The optimizer that `step` calls: `given`, or the strategy's replacement of it, which `prepare` sets.
+        scaler: The loss scale. None: the loss is not scaled.
+        num_steps: Number of completed steps, without skipped ones. `load_state` restores it.
         step_was_skipped: The last due step was skipped because of non-finite fp16 gradients.
     """
 
@@ -41,6 +42,7 @@ class AcceleratedOptimizer(Optimizer):
 
     step_was_skipped: bool = False
 
+    # Without `Optimizer.__init__`: state and parameter groups are those of `optimizer`, through the properties below.
     def __init__(
         self,
         optimizer: Optimizer,
@@ -52,7 +54,8 @@ class AcceleratedOptimizer(Optimizer):
         self.given = optimizer
         self.optimizer = optimizer
         self.device_placement = device_placement
-        self._scales_itself = isinstance(scaler, torch.amp.GradScaler)
+        # False for the scale of an Accelerator, which all of its optimizers share.
+        self._owns_scale = isinstance(scaler, torch.amp.GradScaler)
         self.scaler = LossScale(scaler) if isinstance(scaler, torch.amp.GradScaler) else scaler
         self._groups = groups or LoopGroups.newest()
         self.num_steps = 0
@@ -78,7 +81,14 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if the current micro-batch is the last of its group. Return the result, or None with a loss scaler."""
+        """Step if the current micro-batch is the last of its group.
+
+        Returns:
+            The result of the optimizer's `step`. None with a loss scaler, or if no step was due.
+
+        Raises:
+            TaskError: The group has not run its last backward, so that its gradients are not complete.
+        """
         if not self._groups.sync_gradients:
             return None
         self._groups.refuse_unfinished(self.optimizer)
@@ -86,13 +96,17 @@ class AcceleratedOptimizer(Optimizer):
             self.num_steps += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.step_was_skipped = not self.scaler.try_step(self.optimizer, closure)
-        if self._scales_itself:  # the user's scaler, which no LossScale of an Accelerator updates
+        if self._owns_scale:  # the scale of an Accelerator is updated by the first backward of the next group
             self.scaler.update()
-        self.num_steps += not self.step_was_skipped
+        if not self.step_was_skipped:
+            self.num_steps += 1
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients if the current micro-batch is the last of its group. Otherwise, do nothing."""
+        """Free the gradients if the current micro-batch is the last of its group. Otherwise, do nothing.
+
+        `set_to_none=False` sets them to zero instead.
+        """
         if self._groups.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
             self._groups.discard_open(lambda: parameters_of([self.optimizer]))
@@ -139,8 +153,8 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: The user's schedule.
-        optimizers: One or several optimizers. A step that any of these optimizers skipped is not counted. An optimizer
-            that is not prepared skips no step.
+        optimizers: One or several optimizers. If any of these optimizers skipped its last step, `step` has no effect.
+            An optimizer that is not prepared skips no step.
         step_with_optimizer: False: each `step` call advances the schedule. Default: True.
         split_batches: The batch size is the total over all processes. Default: False, with which each optimizer step
             advances the schedule by the number of processes, as in Accelerate.
@@ -171,7 +185,7 @@ class AcceleratedScheduler:
             advances_per_process = step_with_optimizer and not split_batches
             further = PartialState().num_processes - 1 if advances_per_process else 0
         self._further = further
-        self._has_warned = False
+        self._has_warned = False  # of the schedule's end
 
     @property
     def gradient_state(self) -> GradientState:
@@ -187,7 +201,7 @@ class AcceleratedScheduler:
                 if isinstance(optimizer, AcceleratedOptimizer) and optimizer.step_was_skipped:
                     return
         for _ in range(1 + self._further):
-            # OneCycleLR raises an error after its last step. As in Accelerate, a loop may be longer.
+            # OneCycleLR raises an error after its last step. As in Accelerate, a loop may be longer than the schedule.
             if self._has_ended:
                 self._warn_of_end()
                 return
@@ -195,9 +209,9 @@ class AcceleratedScheduler:
 
     @property
     def _has_ended(self) -> bool:
-        """True if the schedule has made `total_steps` steps. A user's own class may have neither attribute."""
-        end: int | None = getattr(self.scheduler, "total_steps", None)
-        return end is not None and self.scheduler.last_epoch >= end
+        """True if the schedule has made `total_steps` steps. False for a schedule without this attribute."""
+        total_steps: int | None = getattr(self.scheduler, "total_steps", None)
+        return total_steps is not None and self.scheduler.last_epoch >= total_steps
 
     def _warn_of_end(self) -> None:
         if self._has_warned:

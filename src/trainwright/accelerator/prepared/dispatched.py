@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader
 
-from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer, rounds_of
+from trainwright.accelerator.prepared.round_transfer import Delivery, Round, RoundTransfer, rounds_of
 from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.tree import batch_size, is_container, named_leaves, rebuild
 from trainwright.data.loader import prepare_loader
@@ -22,6 +22,32 @@ from trainwright.processes.process_group import Processes
 
 T = TypeVar("T")
 SliceFunction = Callable[..., Any]
+
+
+class _LoaderFacts(NamedTuple):
+    """Properties of the user's loader, which the first process sends to the others once.
+
+    Attributes:
+        can_seek, stateful: See `PreparedLoader`.
+        batch_size: Samples of one process's full batch. None if unknown.
+    """
+
+    can_seek: bool
+    stateful: bool
+    batch_size: int | None
+
+
+class _RoundFacts(NamedTuple):
+    """Facts of a round that every process receives with its batch.
+
+    Attributes:
+        num_real: Number of processes with a batch of their own. The batches of the others are padding.
+        real_rows: Number of samples of each process that do not only complete the round. None if the round was not
+            completed.
+    """
+
+    num_real: int
+    real_rows: list[int] | None
 
 
 class DispatchedLoader(PreparedLoader):
@@ -45,49 +71,56 @@ class DispatchedLoader(PreparedLoader):
     def __init__(
         self, raw: Any, options: LoaderOptions, processes: Processes, slice_fn: SliceFunction | None = None
     ) -> None:
+        # Without `agree`: the rounds of all processes end together, because each receives the end from the first one.
         super().__init__(raw, replace(options, agree=None))
         self._processes = processes
         self._slice_fn = slice_fn
-        ranks = [row[0] for row in processes.gather_integers([options.rank])]
-        self._transfer = RoundTransfer(processes, ranks)
-        self._inner: PreparedLoader | None = None  # on the first process
+        rank_of_each_process = [row[0] for row in processes.gather_integers([options.rank])]
+        self._transfer = RoundTransfer(processes, rank_of_each_process)
+        self._inner: PreparedLoader | None = None  # the loader of all data, on the first process only
         # The epoch's part that this number of processes reads begins at this round, and at this batch of the user's
         # loader. They differ from 0 after a resume, before which a round may have had another number of batches.
+        # Resumed on 3 processes after 2 rounds of 2: round 2 begins at batch 4, round 3 at batch 4 + 3 = 7.
         self._anchor_round = 0
         self._anchor_batch = 0
-        self._short_rounds: dict[int, int] = {}  # round: its number of processes with a batch
-        self._real_rows: dict[int, int] = {}  # round that was completed: this process's number of real samples
+        # Facts of the rounds of the present pass that were received, by the index of the round.
+        self._short_rounds: dict[int, int] = {}  # `num_real` of rounds with padding
+        self._real_rows: dict[int, int] = {}  # this process's number of real samples in completed rounds
+        # State of the user's loader before the round that is read ahead. First process only. None before a pass reads.
         self._snapshot: Any = None
-        self._can_seek, self._keeps_state, self._size = _from_first(self._prepare, processes, options)
+        self._facts = _from_first(self._prepare, processes, options)
         self.count_batches()
 
-    def _prepare(self) -> tuple[bool, bool, int | None]:
+    def _prepare(self) -> _LoaderFacts:
+        """Prepare the user's loader. First process only."""
         options = self.options
-        self._inner = inner = prepare_loader(self.raw, self._alone)
+        inner = prepare_loader(self.raw, self._options_of_inner)
+        self._inner = inner
         size = inner.batch_size
         if size is None and isinstance(self.raw, DataLoader):
             size = getattr(self.raw.batch_sampler, "batch_size", None)
         if options.split_batches and size is not None:
             check_divisible(size, options.world)
             size //= options.world
-        return inner.can_seek, inner.stateful, size
+        return _LoaderFacts(inner.can_seek, inner.stateful, size)
 
     @property
     def batch_size(self) -> int | None:
-        return self._size
+        return self._facts.batch_size
 
     @property
     def stateful(self) -> bool:
-        return self._keeps_state and self._inner is not None
+        """True on the first process if the user's loader defines the position. False on the other processes."""
+        return self._facts.stateful and self._inner is not None
 
     def use(self, options: LoaderOptions) -> None:
         super().use(options)
         if self._inner is not None:
-            self._inner.use(self._alone)
+            self._inner.use(self._options_of_inner)
 
     @property
-    def _alone(self) -> LoaderOptions:
-        """The options with which the first process reads the user's loader."""
+    def _options_of_inner(self) -> LoaderOptions:
+        """The options with which the first process reads the user's loader, as if it were the only process."""
         return replace(self.options, rank=0, world=1, split_batches=False)
 
     @property
@@ -97,9 +130,9 @@ class DispatchedLoader(PreparedLoader):
 
     @property
     def can_seek(self) -> bool:
-        return self._can_seek
+        return self._facts.can_seek
 
-    num_full_rounds = 0  # of short rounds, each process learns when it receives its share
+    num_full_rounds = 0  # unknown: a process receives the number of real batches with each round
 
     def has_batch(self, batch: int) -> bool:
         return self.options.rank < self.real_ranks(batch)
@@ -114,106 +147,121 @@ class DispatchedLoader(PreparedLoader):
         return {"batch": batch, "micro_batches": self._batches_before(batch)}
 
     def check_resume(self, batch: int, *, has_state: bool) -> None:
-        if self._inner is not None or not self._keeps_state:  # elsewhere the first process has the state
-            super().check_resume(batch, has_state=has_state)
+        if self._inner is None and self._facts.stateful:
+            return  # the first process has the state, and checks it
+        super().check_resume(batch, has_state=has_state)
 
     def iterate(self, start_batch: int = 0) -> Iterator[Any]:
         self.release_state()
-        self._short_rounds = short = {}
-        self._real_rows = rows = {}
+        # New dicts, which this pass fills: an earlier pass that is still open keeps its own.
+        short_rounds: dict[int, int] = {}
+        real_rows: dict[int, int] = {}
+        self._short_rounds = short_rounds
+        self._real_rows = real_rows
         self._is_restored = False
-        received = self._open(start_batch)
+        deliveries = self._open(start_batch)
         for index in itertools.count(start_batch):
             if index == self.num_batches:
                 return
-            delivery = next(received, None)
+            delivery = next(deliveries, None)
             if delivery is None:
                 return
-            batch, (num_real, rows_of_ranks) = delivery
+            batch = delivery.share
+            facts: _RoundFacts = delivery.facts
             del delivery  # only the caller holds the batch after `yield`, and may free it
-            if num_real < self.options.world:
-                short[index] = num_real
-            if rows_of_ranks is not None:
-                rows[index] = rows_of_ranks[self.options.rank]
+            if facts.num_real < self.options.world:
+                short_rounds[index] = facts.num_real
+            if facts.real_rows is not None:
+                real_rows[index] = facts.real_rows[self.options.rank]
             yield batch
             del batch
 
-    def _open(self, start_batch: int) -> Iterator[Any]:
+    def _open(self, start_batch: int) -> Iterator[Delivery]:
         return self._transfer.iterate(lambda: self._read(start_batch))
 
     def _read(self, start_batch: int) -> Iterator[Round]:
-        """Yield each round's list of one batch per process, and the number of real batches. First process only."""
+        """Yield the rounds of a pass, each with `_RoundFacts`. First process only.
+
+        The user's batches of a round become one share for each process: they are completed with samples of the first
+        round if needed, divided if needed, and followed by padding if there are fewer than processes.
+        """
         inner = self._on_first
         options = self.options
-        batches = inner.iterate(self._batches_before(start_batch))
-        groups = rounds_of(batches, self._per_round)
-        beginning: list[Any] | None = None  # the first round
+        rounds = rounds_of(inner.iterate(self._batches_before(start_batch)), self._per_round)
+        first_round: list[Any] | None = None
         while True:
             if inner.stateful:
                 # Without the round that is read ahead now: the loop that saves has not received it.
                 self._snapshot = inner.state_dict()
-            group = next(groups, None)
-            if group is None:
+            batches = next(rounds, None)
+            if batches is None:
                 return
-            rows: list[int] | None = None
+            real_rows: list[int] | None = None
             if options.completes_rounds:
-                if self._drops_last and len(group) < self._per_round:
+                if self._drops_last and len(batches) < self._per_round:
                     return
-                if beginning is None:
-                    beginning = list(group)
-                group, rows = self._completed(group, beginning)
-            shares = group
+                if first_round is None:
+                    first_round = list(batches)
+                real_rows = self._real_rows_of(batches)
+                if real_rows is not None and all(map(_holds_rows, batches)):
+                    batches = self._completed(batches, first_round)
+            shares = batches
             if options.split_batches or self._slice_fn is not None:
-                shares = self._parts(group)
+                shares = self._parts(batches)
             num_real = len(shares)
             padding = shares[:1] * (options.world - num_real)
-            yield [*shares, *padding], (num_real, rows)
-            del group, shares, padding
+            yield Round([*shares, *padding], _RoundFacts(num_real, real_rows))
+            del batches, shares, padding  # before the next round is read
 
-    def _completed(self, group: list[Any], beginning: list[Any]) -> tuple[list[Any], list[int] | None]:
-        """Complete a short round with samples of the first one. Return it, and each process's number of real samples.
+    def _real_rows_of(self, batches: list[Any]) -> list[int] | None:
+        """Return each process's number of samples in a short round. None if the round is full, or its size unknown."""
+        world = self.options.world
+        size = self._facts.batch_size
+        if size is None:
+            return None
+        num_rows = sum(map(batch_size, batches))
+        if num_rows >= size * world:
+            return None
+        # 10 samples, 4 for each of 4 processes: 4, 4, 2, 0.
+        return [min(size, max(0, num_rows - size * rank)) for rank in range(world)]
 
-        None if the round is not short, or has no known size.
+    def _completed(self, batches: list[Any], first_round: list[Any]) -> list[Any]:
+        """Return the batches of a short round, completed with samples of the first round.
+
+        The result has one full batch for each process, or with `split_batches` one batch for all.
         """
         world = self.options.world
-        size = self._size
-        if size is None:
-            return group, None
-        num_rows = sum(map(batch_size, group))
-        if num_rows >= size * world:
-            return group, None
-        # 10 samples, 4 for each of 4 processes: 4, 4, 2, 0.
-        rows = [min(size, max(0, num_rows - size * rank)) for rank in range(world)]
-        if not all(map(_holds_rows, group)):
-            return group, rows
-        missing = [beginning[i % len(beginning)] for i in range(world)]
-        while sum(map(batch_size, missing)) < size * world:
-            missing = [*missing, *beginning]
-        joined = concatenate([*group, *missing])
+        size = self._facts.batch_size
+        assert size is not None  # the round is known to be short
+        # At least as many samples as a full round has. The data may be smaller than that, so that samples repeat.
+        added = [first_round[i % len(first_round)] for i in range(world)]
+        while sum(map(batch_size, added)) < size * world:
+            added = [*added, *first_round]
+        joined = concatenate([*batches, *added])
         whole = slice_batch(joined, slice(0, size * world), 0, world)
         if self.options.split_batches:
-            return [whole], rows
-        return [slice_batch(whole, slice(size * r, size * (r + 1)), r, world) for r in range(world)], rows
+            return [whole]
+        return [slice_batch(whole, slice(size * r, size * (r + 1)), r, world) for r in range(world)]
 
-    def _parts(self, group: list[Any]) -> list[Any]:
+    def _parts(self, batches: list[Any]) -> list[Any]:
         """Divide the concatenated batches of a round. Return one part for each process that has samples."""
         world = self.options.world
-        batch = group[0] if self.options.split_batches else concatenate(group)
-        rows = batch_size(batch)
-        if self._size is not None:
-            part = self._size
+        whole = batches[0] if self.options.split_batches else concatenate(batches)
+        num_rows = batch_size(whole)
+        if self._facts.batch_size is not None:
+            part_size = self._facts.batch_size
         elif self.options.split_batches:
-            part = math.ceil(rows / world)
+            part_size = math.ceil(num_rows / world)
         else:
-            part = batch_size(group[0])
-        slices = [slice(start, start + part) for start in range(0, rows, part)]
+            part_size = batch_size(batches[0])
+        slices = [slice(start, start + part_size) for start in range(0, num_rows, part_size)]
         if len(slices) > world:
             raise ConfigurationError(
-                f"{self.options.title} returned a batch of {rows} samples, more than {part} for each of {world} "
-                "processes. Return batches of the DataLoader's batch size."
+                f"{self.options.title} returned a batch of {num_rows} samples, more than {part_size} for each of "
+                f"{world} processes. Return batches of the DataLoader's batch size."
             )
-        cut = self._slice_fn or slice_batch
-        return [cut(batch, one, process_index=i, num_processes=world) for i, one in enumerate(slices)]
+        slice_fn = self._slice_fn or slice_batch
+        return [slice_fn(whole, one, process_index=i, num_processes=world) for i, one in enumerate(slices)]
 
     def _batches_before(self, start_batch: int) -> int:
         """Return the number of the user's batches before a round."""
@@ -232,6 +280,7 @@ class DispatchedLoader(PreparedLoader):
             self._anchor_batch = int(resume.get("micro_batches", self._anchor_round * self._per_round))
 
     def _count(self) -> list[int] | int | None:
+        # Collective. The epoch of the user's loader is set here, because its number of batches may depend on it.
         def count() -> int | None:
             self._on_first.set_epoch(self.epoch)
             return self._on_first.num_batches
@@ -270,19 +319,19 @@ def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOpti
     An error is raised on the first process, and as a WorkerError on the other processes.
     """
     problem: Exception | None = None
-    description: str | None = None
+    problem_text: str | None = None  # the text and not the error, which may not be picklable
     result: T | None = None
     if processes.rank == 0:
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 -- it is raised on every process
             problem = error
-            description = f"{type(error).__name__}: {error}"
-    description, result = processes.broadcast_object((description, result))
+            problem_text = f"{type(error).__name__}: {error}"
+    problem_text, result = processes.broadcast_object((problem_text, result))
     if problem is not None:
         raise problem
-    if description is not None:
-        raise WorkerError(f"the first process could not prepare {options.title}: {description}")
+    if problem_text is not None:
+        raise WorkerError(f"the first process could not prepare {options.title}: {problem_text}")
     return cast(T, result)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,20 +58,23 @@ class _Loader(RoundLoader):
         self.iteration = iteration
         self.end_of_dataloader = False
         self.remainder = -1
-        self._num_read = 0  # batches of the present pass, with those that were skipped at its start
-        self._first_batch = 0  # where the next pass begins, after `load_state_dict`
-        self._generator_at_start: torch.Tensor | None = None  # the sampler's, when the present pass began
+        self._num_read = 0  # batches of the present pass, including those that were skipped at its start
+        self._first_batch = 0  # batch at which the next pass begins; 0 unless `load_state_dict` was called
+        # State of the sampler's generator when the present pass began. None without a generator.
+        self._generator_at_start: torch.Tensor | None = None
 
     @property
     def _batches(self) -> Any:
-        """The batch sampler."""
+        """The sampler of batches. A user may pass it as `sampler` of a loader with `batch_size=None`."""
         return self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
 
     @property
     def total_dataset_length(self) -> int:
         """Samples of the data set over all processes."""
-        own = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
-        return len(own)  # type: ignore[arg-type]  # torch's data sets declare no length
+        data: Any = self.dataset
+        if isinstance(data, IterableDatasetShard):
+            data = data.dataset
+        return len(data)
 
     @property
     def total_batch_size(self) -> int:
@@ -90,19 +93,23 @@ class _Loader(RoundLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the newest batch of the present pass, for `load_state_dict` on the same process.
 
-        It has the state of the sampler's generator, if there is one. An order of torch's default generator is not
+        For example, `{"iteration": 3, "batch": 5, "generator": None}`: 5 batches of epoch 3 have been read. `generator`
+        is the state of the sampler's generator at the start of the pass. An order of torch's default generator is not
         restored.
         """
-        state = {"iteration": self.iteration, "batch": self._num_read, "generator": self._generator_at_start}
-        if self.end_of_dataloader:
-            is_at_last_batch = self._num_read > 0  # the pass has not returned yet, and not incremented `iteration`
-            state |= {"iteration": self.iteration + is_at_last_batch, "batch": 0, "generator": None}
-        return state
+        if not self.end_of_dataloader:
+            return {"iteration": self.iteration, "batch": self._num_read, "generator": self._generator_at_start}
+        # After the last batch, the position is the start of the next epoch. While the loop uses this batch, the pass
+        # has not incremented `iteration` yet.
+        is_at_last_batch = self._num_read > 0
+        next_iteration = self.iteration + 1 if is_at_last_batch else self.iteration
+        return {"iteration": next_iteration, "batch": 0, "generator": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass begin after the batches that were read when `state_dict` was called."""
         self.iteration = state_dict["iteration"]
-        self._first_batch = self._num_read = state_dict["batch"]
+        self._first_batch = state_dict["batch"]
+        self._num_read = state_dict["batch"]  # for `state_dict` before the pass begins
         self._generator_at_start = state_dict["generator"]
         self.end_of_dataloader = False
         generator = self._sampler_generator
@@ -127,10 +134,10 @@ class _Loader(RoundLoader):
 
     def _begin(self) -> int:
         """Prepare for a pass. Return the number of batches to skip at its start."""
-        generator = self._sampler_generator
+        generator = self._sampler_generator  # before the sampler draws the order of the pass
         self._generator_at_start = None if generator is None else generator.get_state()
         num_skipped = self._first_batch or self.skip_batches
-        self._first_batch = 0
+        self._first_batch = 0  # only the first pass after `load_state_dict` continues
         self._num_read = num_skipped
         self.end_of_dataloader = False
         self.remainder = -1
@@ -180,9 +187,12 @@ class DataLoaderShard(_Loader):
     @property
     def total_batch_size(self) -> int:
         """Samples of one batch over all processes."""
-        divided = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batches
-        size: int = getattr(divided, "batch_size", None) or self.batch_size or 1
-        return size if getattr(divided, "split_batches", False) else size * getattr(divided, "num_processes", 1)
+        divider = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batches
+        size: int = getattr(divider, "batch_size", None) or self.batch_size or 1
+        if getattr(divider, "split_batches", False):  # `size` is the total
+            return size
+        num_processes: int = getattr(divider, "num_processes", 1)
+        return size * num_processes
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Iterate over the batches of the next epoch. Collective with `rng_types`."""
@@ -201,6 +211,18 @@ class DataLoaderShard(_Loader):
             yield batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
         self.iteration += 1
         self._num_read = 0
+
+
+class _RoundFacts(NamedTuple):
+    """Facts of a round of `DataLoaderDispatcher` that every process receives with its batch.
+
+    Attributes:
+        num_rows: Samples of the round over all processes, without those that complete it.
+        is_last: True for the last round of the pass.
+    """
+
+    num_rows: int
+    is_last: bool
 
 
 class DataLoaderDispatcher(_Loader):
@@ -235,10 +257,10 @@ class DataLoaderDispatcher(_Loader):
         self.split_batches = split_batches
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.state = PartialState()
-        together = _together(torch_device_mesh)
-        self._places = [process // together for process in range(self.state.num_processes)]
-        self._world = self._places[-1] + 1
-        self._transfer = RoundTransfer(self.state.joined(), self._places)
+        group_size = _num_with_equal_batches(torch_device_mesh)
+        places = [process // group_size for process in range(self.state.num_processes)]  # 4 processes by 2: 0, 0, 1, 1
+        self._world = places[-1] + 1  # number of different batches
+        self._transfer = RoundTransfer(self.state.joined(), places)
 
     @property
     def batches_per_round(self) -> int:
@@ -255,16 +277,18 @@ class DataLoaderDispatcher(_Loader):
         """Return the number of batches of one process in a pass."""
         if self.split_batches:
             return super().__len__()
-        rounds, rest = divmod(super().__len__(), self._world)
-        return rounds + (rest > 0 and not self._drop_last)
+        num_rounds, rest = divmod(super().__len__(), self._world)
+        if rest > 0 and not self._drop_last:
+            num_rounds += 1
+        return num_rounds
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Iterate over this process's batches of the next epoch. Collective."""
         num_skipped = self._begin()
-        for number, (batch, (rows, is_last)) in enumerate(self._transfer.iterate(self._read)):
-            if is_last:
+        for number, (batch, facts) in enumerate(self._transfer.iterate(self._read)):
+            if facts.is_last:
                 self.end_of_dataloader = True
-                self.remainder = rows
+                self.remainder = facts.num_rows
             if number >= num_skipped:
                 self._num_read = number + 1
                 yield send_to_device(batch, self.state.device, non_blocking=self._non_blocking)
@@ -272,22 +296,26 @@ class DataLoaderDispatcher(_Loader):
         self._num_read = 0
 
     def _read(self) -> Iterator[Round]:
-        """Yield each round's parts, its number of rows, and True for the last round. First process only."""
+        """Yield the rounds of a pass, each with `_RoundFacts`. First process only."""
         world = self._world
         rounds = self._joined_rounds(super().__iter__())
-        first: Any = None
+        first_samples: Any = None  # of the first round, one for each process
         batch = next(rounds, None)
         while batch is not None:
             upcoming = next(rounds, None)
-            rows = rows_of(batch)
-            share = rows // world
-            if first is None and not self._drop_last:
-                first = self._slice(batch, 0, world, 0)
-            if upcoming is None and rows % world and not self._drop_last:
-                batch = concatenate([batch, first])
-                share += 1
-            shares = [self._slice(batch, place * share, (place + 1) * share, place) for place in range(world)]
-            yield shares, (rows, upcoming is None)
+            is_last = upcoming is None
+            num_rows = rows_of(batch)
+            share_size = num_rows // world
+            if first_samples is None and not self._drop_last:
+                first_samples = self._slice(batch, 0, world, 0)
+            if is_last and num_rows % world and not self._drop_last:
+                # 10 samples for 4 processes: with 4 more samples, each process gets 3, and 2 samples are left over.
+                batch = concatenate([batch, first_samples])
+                share_size += 1
+            shares = []
+            for place in range(world):
+                shares.append(self._slice(batch, place * share_size, (place + 1) * share_size, place))
+            yield Round(shares, _RoundFacts(num_rows, is_last))
             batch = upcoming
 
     def _joined_rounds(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -335,7 +363,7 @@ def prepare_data_loader(
             iterable data sets with `put_on_device`.
         even_batches: All processes get the same number of batches. Default: True.
         use_seedable_sampler: Shuffle with a `SeedableRandomSampler`. Default: False.
-        data_seed: Seed of the sampler.
+        data_seed: Seed of the `SeedableRandomSampler`. Default: None.
         slice_fn_for_dispatch, non_blocking, use_stateful_dataloader, torch_device_mesh: See `DataLoaderDispatcher`.
 
     Raises:
@@ -348,9 +376,10 @@ def prepare_data_loader(
     if dispatches and not put_on_device:
         raise ConfigurationError("dispatch_batches=True needs put_on_device=True.")
     state = PartialState()
-    together = _together(torch_device_mesh)
-    world = (state.num_processes if num_processes is None else num_processes) // together
-    index = (state.process_index if process_index is None else process_index) // together
+    group_size = _num_with_equal_batches(torch_device_mesh)
+    world = (state.num_processes if num_processes is None else num_processes) // group_size
+    index = (state.process_index if process_index is None else process_index) // group_size
+    # The sampler of batches, and its sampler of indices. None for data without indices.
     batches: Any = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     if split_batches:
         check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
@@ -362,7 +391,7 @@ def prepare_data_loader(
         batches = copy.copy(batches)  # the user's loader keeps its order
         batches.sampler = sampler
     size = dataloader.batch_size
-    generator = None
+    generator = None  # of `rng_types`, if this process's order depends on one
     if world > 1 and not dispatches:
         if is_iterable and _has_hub_shards(dataset, world) and not split_batches:
             dataset = dataset.shard(num_shards=world, index=index)
@@ -399,11 +428,13 @@ def _batching(loader: DataLoader[Any], batches: object, size: int | None) -> dic
     return {"batch_size": None, "sampler": loader.sampler if batches is None else batches}
 
 
-def _together(mesh: DeviceMesh | None) -> int:
-    """Return the number of adjacent processes that get the same batches."""
+def _num_with_equal_batches(mesh: DeviceMesh | None) -> int:
+    """Return the number of adjacent processes that get the same batches, because they split a model or a sequence."""
     num_adjacent = 1
+    if mesh is None:
+        return num_adjacent
     for name in ("tp", "cp"):
-        if mesh is not None and name in (mesh.mesh_dim_names or ()):
+        if name in (mesh.mesh_dim_names or ()):
             num_adjacent *= mesh[name].size()
     return num_adjacent
 

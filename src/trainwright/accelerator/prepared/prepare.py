@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -63,23 +63,40 @@ class LoopPlan:
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
     train_batch_size: int | None
-    estimated_stepping_batches: int | float = math.inf
+    estimated_stepping_batches: int | float = math.inf  # nobody knows how long the user's loop runs
 
 
 @dataclass(frozen=True, slots=True)
 class _NewModel:
-    """A model that no Accelerator has prepared, its index among the arguments, and whether it moves to the device."""
+    """A model that no Accelerator has prepared.
+
+    Attributes:
+        index: Index of the model among the arguments.
+        model: The user's model.
+        moves: Move the model to the device.
+    """
 
     index: int
     model: nn.Module
     moves: bool
 
 
+class _ParameterFacts(NamedTuple):
+    """Description of a parameter that must be equal on all ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_trained: bool
+
+
 class PreparedObjects:
     """The objects that an Accelerator has prepared. An object that is passed again gets its earlier result.
 
     Args:
+        state: The state of the processes.
         engine: The engine, after its start.
+        groups: The loop's groups of micro-batches.
         scale: Scale of an fp16 loss. None: the loss is not scaled.
         make_context: Function that creates the context of a model's forward. None: no context.
         loaders: Options of loaders, which are read whenever a loader is prepared.
@@ -88,9 +105,12 @@ class PreparedObjects:
         megatron: The loop under a Megatron-LM plugin. Default: None.
 
     Attributes:
-        models, optimizers, schedulers, dataloaders: The results of `prepare`, in the order of preparation.
-        run_group: See `PreparedModel.run_group`.
-        seed: The seed of all processes, once a loader has been prepared.
+        models, optimizers, schedulers, dataloaders: The results of `prepare`, in the order of preparation. Other
+            objects hold the same lists, which grow with each preparation.
+        loader_config: The argument `loaders`. The Accelerator may replace it.
+        megatron: The argument.
+        run_group: `PreparedModel.run_group` of the first model that has one, or None.
+        seed: The argument. Once a loader has been prepared, the seed of all processes.
     """
 
     def __init__(
@@ -123,13 +143,14 @@ class PreparedObjects:
         self.dataloaders: list[AcceleratedLoader] = []
 
     def __getstate__(self) -> dict[str, Any]:
+        # Without the cached properties: another process has other ids, and `rank_options` holds connections.
         return {name: value for name, value in vars(self).items() if name not in ("_known", "rank_options")}
 
     @functools.cached_property
     def _known(self) -> WeakValueDictionary[int, Any]:
-        """The prepared objects by the id of what was given.
+        """The prepared objects by the id of the user's object. A user's object may have no hash or be no weak key.
 
-        It is made at its first use, because the lists are empty or incomplete while an Accelerator is unpickled.
+        It is created at its first use, because the lists are empty or incomplete while an Accelerator is unpickled.
         """
         known: WeakValueDictionary[int, Any] = WeakValueDictionary()
         for prepared in (*self.models, *self.optimizers, *self.schedulers, *self.dataloaders):
@@ -140,11 +161,15 @@ class PreparedObjects:
         return known
 
     def __bool__(self) -> bool:
+        """Return whether an object has been prepared and still exists."""
         return bool(self._known)
 
     @functools.cached_property
     def rank_options(self) -> LoaderOptions:
-        """Settings that are the same for all loaders. The first use is collective, and reads the seed of torch."""
+        """Settings that are the same for all loaders.
+
+        The first use is collective: it sets the seed of all processes, and reads torch's if there is no other.
+        """
         ranks = self._engine.data_ranks
         seed = torch.initial_seed() if self.seed is None else self.seed
         self.seed = self._state.joined().broadcast_object(seed)
@@ -187,7 +212,7 @@ class PreparedObjects:
         megatron_parts = itertools.count()
         for i, (value, placed) in enumerate(zip(values, placements, strict=True)):
             if isinstance(value, SkippedStart) and self._original(value) is value.loader:
-                continue
+                continue  # the result of `skip_first_batches` on a loader of this Accelerator
             if isinstance(value, (DataLoader, CombinedLoader, AcceleratedLoader, SkippedStart)):
                 results[i] = self.loader(value, placed=placed)
             elif isinstance(value, MegatronLMDummyDataLoader):
@@ -224,7 +249,7 @@ class PreparedObjects:
             original = self._original(model)
             results.append(original)
             if original is model and isinstance(model, AcceleratedModel):
-                continue
+                continue  # a result of this Accelerator
             if id(original) in self._known:
                 results[i] = self._known[id(original)]
             elif any(is_sharded(parameter) for parameter in original.parameters()):
@@ -239,18 +264,21 @@ class PreparedObjects:
             else:
                 is_dispatched = self._check_placement(original, placed, evaluation_mode)
                 new.append(_NewModel(i, original, moves=placed and not is_dispatched))
-        trained = [] if evaluation_mode else [one.model for one in new if one.moves]
+        for_engine = [one for one in new if one.moves and not evaluation_mode]
+        trained = [one.model for one in for_engine]
         if trained:
             if self._state.num_processes > 1:
                 self._compare(trained)
             self._engine.precision.convert(trained, self._engine.device, self._engine.conversions)
-        from_engine = iter(self._prepare_by_engine(trained, schedules).models)
+        # Also without new models: the engine then prepares the optimizers and completes the schedules.
+        models_of_engine = self._prepare_by_engine(trained, schedules).models
+        by_index = {one.index: prepared for one, prepared in zip(for_engine, models_of_engine, strict=True)}
         for one in new:
-            if one.moves and not evaluation_mode:
-                prepared = next(from_engine)
-            elif one.moves:
+            if one.index in by_index:
+                prepared = by_index[one.index]
+            elif one.moves:  # in evaluation mode
                 prepared = PreparedModel.unchanged(move_module(one.model, self._state.device))
-            else:
+            else:  # the user or a device map has placed it
                 prepared = PreparedModel.unchanged(one.model)
             self.run_group = self.run_group or prepared.run_group
             results[one.index] = self._once(one.model, self.models, partial(self._around, one.model, prepared))
@@ -260,8 +288,8 @@ class PreparedObjects:
         """Let the engine prepare new models, and all optimizers so far. Collective."""
         configs = [SchedulerConfig(schedule, interval="step") for schedule in schedules]
         # The first loader is the training data.
-        size = self.dataloaders[0].prepared.batch_size if self.dataloaders else None
-        plan = LoopPlan(configs, self._groups.num_steps, size)
+        train_batch_size = self.dataloaders[0].prepared.batch_size if self.dataloaders else None
+        plan = LoopPlan(configs, self._groups.num_steps, train_batch_size)
         prepared = self._engine.prepare(models, [optimizer.given for optimizer in self.optimizers], plan)
         for optimizer, stepped in zip(self.optimizers, prepared.optimizers, strict=True):
             optimizer.optimizer = stepped
@@ -272,38 +300,45 @@ class PreparedObjects:
     def _compare(self, models: Sequence[nn.Module]) -> None:
         """Raise an error on every rank if the ranks prepare different models. Collective."""
         processes = self._state.joined()
-        described = []
+        descriptions = []
         for model in models:
-            described.append([(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()])
-        if same_on_all_ranks(processes, ("prepare", described)):
+            facts = [
+                _ParameterFacts(name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+                for name, parameter in model.named_parameters()
+            ]
+            descriptions.append(facts)
+        if same_on_all_ranks(processes, ("prepare", descriptions)):
             return
-        of_ranks = processes.gather_object(described)
+        of_ranks = processes.gather_object(descriptions)
         rank = next(rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0])
-        of_first = itertools.chain.from_iterable(of_ranks[0])
-        of_other = itertools.chain.from_iterable(of_ranks[rank])
-        here = None
-        there = None
-        for pair in itertools.zip_longest(of_first, of_other):
+        parameters_of_rank_0 = itertools.chain.from_iterable(of_ranks[0])
+        parameters_of_rank = itertools.chain.from_iterable(of_ranks[rank])
+        first_difference: tuple[_ParameterFacts | None, _ParameterFacts | None] = (None, None)
+        for pair in itertools.zip_longest(parameters_of_rank_0, parameters_of_rank):
             if pair[0] != pair[1]:
-                here, there = pair
+                first_difference = pair
                 break
+        on_rank_0 = _text(first_difference[0])
+        on_rank = _text(first_difference[1])
         raise ConfigurationError(
-            f"ranks prepare different models: parameter {_text(here)} on rank 0, and {_text(there)} on rank {rank}. "
+            f"ranks prepare different models: parameter {on_rank_0} on rank 0, and {on_rank} on rank {rank}. "
             "Create the same models on every rank, and pass them to prepare() in the same order."
         )
 
     def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
         """Return whether `dispatch_model` has placed the model. Raise an error if several processes would train it."""
-        dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        if self._state.num_processes > 1 and not evaluation_mode and (dispatched or not placed):
+        is_dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        is_trained_by_several = self._state.num_processes > 1 and not evaluation_mode
+        if is_trained_by_several and (is_dispatched or not placed):
             raise ConfigurationError(
                 "with several processes, each process trains the full model on one device, so a device map over "
                 "several devices and device_placement=False are not supported. Start one process, or pass "
                 "evaluation_mode=True to prepare_model if the model is not trained."
             )
-        return dispatched
+        return is_dispatched
 
     def _around(self, model: nn.Module, prepared: PreparedModel) -> nn.Module:
+        """Return the wrapper of a model. Return the model if calls of it need no wrapper."""
         call = self._engine.compile_model(model, prepared.call)
         if self.megatron is not None:
             call = partial(self.megatron.run, model, call)
@@ -315,7 +350,10 @@ class PreparedObjects:
         )
 
     def inner_of(self, model: object) -> Any:
-        """Return the engine's wrapper of a prepared model, or the optimizer that a prepared optimizer steps."""
+        """Return the engine's wrapper of a prepared model, or the optimizer that a prepared optimizer steps.
+
+        `model` may be the user's object, too. Other objects are returned unchanged.
+        """
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
@@ -346,8 +384,8 @@ class PreparedObjects:
             return original
 
         def make() -> AcceleratedScheduler:
-            optimizer = getattr(original, "optimizer", None)
-            own_optimizers = [one for one in self.optimizers if optimizer in (one, one.optimizer)]
+            scheduled = getattr(original, "optimizer", None)  # the user may have passed a prepared optimizer
+            own_optimizers = [one for one in self.optimizers if scheduled in (one, one.optimizer)]
             # A schedule of an optimizer that is not prepared advances with all prepared ones.
             optimizers = own_optimizers or self.optimizers
             if self.megatron is not None and isinstance(original, MegatronLMDummyScheduler):
@@ -355,7 +393,7 @@ class PreparedObjects:
                 self.megatron.schedule(original, optimizers[0].optimizer, per_process=per_process)
             num_advances = 1
             if isinstance(original, LRScheduler) and steps_with_optimizer:
-                num_advances = self._per_step()
+                num_advances = self._advances_per_step()
             return AcceleratedScheduler(
                 original,
                 optimizers,
@@ -367,20 +405,20 @@ class PreparedObjects:
 
         return self._once(original, self.schedulers, make)
 
-    def _per_step(self) -> int:
-        """Return the number of advances of a schedule per optimizer step."""
-        world = 1 if self.loader_config.split_batches else self._state.num_processes
+    def _advances_per_step(self) -> int:
+        """Return the number of advances of a schedule per optimizer step. Warn if it is not that of Accelerate."""
+        in_accelerate = 1 if self.loader_config.split_batches else self._state.num_processes
         is_first = self._state.is_main_process and not self.schedulers  # one warning is enough
-        if world > 1 and self._schedule_steps is None and is_first:
+        if in_accelerate > 1 and self._schedule_steps is None and is_first:
             warnings.warn(
-                f"a schedule advances once per optimizer step here, and {world} times in Accelerate, once for each "
-                "process. A schedule whose length was multiplied by the number of processes, or counted before "
+                f"a schedule advances once per optimizer step here, and {in_accelerate} times in Accelerate, once for "
+                "each process. A schedule whose length was multiplied by the number of processes, or counted before "
                 "prepare() divided the loader, needs Accelerator(schedule_steps='per_process'). To keep one advance "
                 "per step and silence this warning, pass schedule_steps='once'.",
                 TrainwrightWarning,
                 stacklevel=5,
             )
-        return world if self._schedule_steps == "per_process" else 1
+        return in_accelerate if self._schedule_steps == "per_process" else 1
 
     def loader(self, loader: object, *, placed: bool, slice_fn: Callable[..., Any] | None = None) -> AcceleratedLoader:
         """Return a loader of this process's part of the data; see `prepare_loader` and `DispatchedLoader`."""
@@ -390,8 +428,9 @@ class PreparedObjects:
 
         def make() -> AcceleratedLoader:
             options = self._loader_options(original)
+            # `raw` is the loader that is read: `original`, or a copy of it with other batch sizes or data.
             raw = original if self.megatron is None else self.megatron.enlarge(original)
-            if self._is_cut_into_shards(original):
+            if self._is_read_by_every_process(original):
                 raw = copy_loader(raw, dataset=ShardedIterable(raw.dataset))
             if self._dispatches(original):
                 prepared: PreparedLoader = DispatchedLoader(raw, options, self._state.joined(), slice_fn)
@@ -417,14 +456,14 @@ class PreparedObjects:
             return False
         return self.loader_config.dispatch_batches or _is_undivided(loader)
 
-    def _is_cut_into_shards(self, loader: object) -> bool:
+    def _is_read_by_every_process(self, loader: object) -> bool:
         """Return whether every process reads a whole iterable data set and keeps only its own batches."""
         if self._state.num_processes == 1 or self.loader_config.dispatch_batches is not False:
             return False
         return _is_undivided(loader)
 
     def _once(self, original: object, results: list[T], make: Callable[[], T]) -> T:
-        """Return the earlier result for an object. Without an earlier result, create and store it."""
+        """Return the earlier result for an object. Without an earlier result, create one and append it to `results`."""
         if id(original) not in self._known:  # a result keeps its object alive, so that no other object has its id
             result = make()
             self._known[id(original)] = result
@@ -434,7 +473,7 @@ class PreparedObjects:
     def _original(self, value: object) -> Any:
         """Return the user's object for an object that another Accelerator prepared, or that `free_memory` released.
 
-        Other objects are returned unchanged.
+        Other objects, including the results of this Accelerator, are returned unchanged.
         """
         if isinstance(value, SkippedStart):
             value = value.loader
@@ -450,13 +489,12 @@ def _is_undivided(loader: object) -> bool:
     return not is_divided(loader.dataset)
 
 
-def _text(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
-    """Describe a parameter: its name, shape, dtype and whether it is trained."""
-    if entry is None:
+def _text(parameter: _ParameterFacts | None) -> str:
+    """Describe a parameter for an error. None stands for a missing parameter."""
+    if parameter is None:
         return "nothing"
-    name, shape, dtype, is_trained = entry
-    frozen = "" if is_trained else ", frozen"
-    return f"{name!r} ({'×'.join(map(str, shape))}, {dtype}{frozen})"
+    frozen = "" if parameter.is_trained else ", frozen"
+    return f"{parameter.name!r} ({'×'.join(map(str, parameter.shape))}, {parameter.dtype}{frozen})"
 
 
 def prepared_from(value: object) -> Any:
@@ -481,15 +519,28 @@ def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
 def _warn_of_other_parameters(
     prepared: Sequence[object], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Warn of each optimizer without a parameter of a prepared model, if a prepared model has no optimizer."""
+    """Warn of each optimizer without a parameter of a prepared model, if a prepared model has no optimizer.
+
+    Args:
+        prepared: The results of this call of `prepare`, whose optimizers are checked.
+        models, optimizers: All prepared models and optimizers.
+    """
     in_optimizers = set(parameters_of(optimizers))
-    of_models = [{p for p in model.parameters() if p.requires_grad} for model in models]
-    if not any(of_model and in_optimizers.isdisjoint(of_model) for of_model in of_models):
+    in_models: set[torch.Tensor] = set()
+    a_model_has_no_optimizer = False
+    for model in models:
+        trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+        in_models.update(trained)
+        if trained and in_optimizers.isdisjoint(trained):
+            a_model_has_no_optimizer = True
+    if not a_model_has_no_optimizer:
         return
     for one in prepared:
-        if not isinstance(one, AcceleratedOptimizer) or one.optimizer is not one.given:  # its engine knows the model
+        if not isinstance(one, AcceleratedOptimizer):
             continue
-        if set().union(*of_models).isdisjoint(parameters_of([one])):
+        if one.optimizer is not one.given:  # the engine has replaced it by one with the models' parameters
+            continue
+        if in_models.isdisjoint(parameters_of([one])):
             warnings.warn(
                 f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps do not change the "
                 "models. Create it from the parameters of the model that is passed to prepare().",

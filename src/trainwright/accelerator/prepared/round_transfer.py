@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,26 +23,46 @@ _TAG = 7301  # separates these messages from point-to-point messages of the user
 _CPU = torch.device("cpu")
 
 
-Round = tuple[Sequence[Any], Any]
-"""One batch for each data-parallel rank, and picklable facts that every process receives."""
+class Round(NamedTuple):
+    """What the first process reads for one round.
+
+    Attributes:
+        shares: One batch for each data-parallel rank.
+        facts: A small picklable value that every process receives.
+    """
+
+    shares: Sequence[Any]
+    facts: Any
+
+
+class Delivery(NamedTuple):
+    """This process's part of a round: its batch, and the facts of the round."""
+
+    share: Any
+    facts: Any
 
 
 class RoundTransfer:
     """Transfer of rounds from the first process. A round is one batch for each data-parallel rank.
 
     The first process reads one round ahead, and the other processes receive one round ahead, in a thread. A round
-    consists of two messages to each process: a header with the number of the pass and the length of the second message,
-    and the process's batch. `places` contains the data-parallel rank of each process.
+    consists of two messages to each process. The first one is a header of three numbers: the number of the pass, and
+    the length of the pickle and of the whole second message, in bytes. The second one contains the process's batch.
+
+    Args:
+        processes: All processes of the script.
+        places: The data-parallel rank of each process. Processes with equal ranks receive the same batch.
     """
 
     def __init__(self, processes: Processes, places: Sequence[int]) -> None:
         self._processes = processes
         self._places = places
-        self._pass = 0
+        self._pass = 0  # number of the present pass, equal on all processes
+        # Sends that have begun, each with its message, whose memory must remain until it has been sent.
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
-    def iterate(self, read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over the rounds of a pass: this process's batch, and the round's second element.
+    def iterate(self, read: Callable[[], Iterator[Round]]) -> Iterator[Delivery]:
+        """Return an iterator over the rounds of a pass: this process's batch, and the facts of the round.
 
         `read` is called on the first process only. An error of `read` is raised there, and as a `WorkerError` on other
         processes. Every process must read the same number of rounds.
@@ -52,49 +72,28 @@ class RoundTransfer:
             return self._sent(read)
         return self._received()
 
-    def _sent(self, read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Any, Any]]:
+    # The first process
+
+    def _sent(self, read: Callable[[], Iterator[Round]]) -> Iterator[Delivery]:
         rounds = _deferring(read)
         try:
             error, current = next(rounds)
             self._send(error, current)
             while current is not None:
-                shares, facts = current
-                share = shares[self._places[0]]
+                share = current.shares[self._places[0]]
+                facts = current.facts
                 # The next round is read and sent first, so that the other processes can receive it while all train.
                 error, current = next(rounds)
                 self._send(error, current)
-                del shares
-                yield share, facts
+                yield Delivery(share, facts)
                 del share  # only the loop holds the batch now, and may free it
             if error is not None:
                 raise error
         finally:
             self._wait()
 
-    def _wait(self) -> None:
-        """Wait until the other processes have received all messages."""
-        pending = self._pending
-        self._pending = []
-        for work, _ in pending:  # with its message, whose memory must live until it has been sent
-            work.wait()
-
-    def _received(self) -> Iterator[tuple[Any, Any]]:
-        ahead = _in_thread(self._receive)
-        try:
-            while True:
-                kind, facts, share = ahead.result()
-                if kind == "end":
-                    return
-                if kind == "error":
-                    raise WorkerError(f"the first process could not read the data: {facts}")
-                ahead = _in_thread(self._receive)
-                yield share, facts
-                del share
-        finally:
-            wait([ahead])  # its message has been sent; two threads that receive would mix their messages
-
     def _send(self, error: Exception | None, current: Round | None) -> None:
-        """Start to send a round, or the end of the pass, once the previous messages have been received."""
+        """Start to send a round, an error, or the end of the pass (both are None), after the previous message."""
         self._wait()
         shares: Sequence[Any] | None = None
         facts: Any = None
@@ -103,7 +102,8 @@ class RoundTransfer:
             facts = f"{type(error).__name__}: {error}"
         elif current is not None:
             kind = "round"
-            shares, facts = current
+            shares = current.shares
+            facts = current.facts
         else:
             kind = "end"
         group = self._processes.group_for(_CPU)
@@ -115,15 +115,42 @@ class RoundTransfer:
                 work = dist.isend(message, process, group=group, tag=_TAG)
                 self._pending.append((work, message))
 
+    def _wait(self) -> None:
+        """Wait until the other processes have received all messages."""
+        pending = self._pending
+        self._pending = []
+        for work, _ in pending:
+            work.wait()
+
+    # The other processes
+
+    def _received(self) -> Iterator[Delivery]:
+        ahead = _in_thread(self._receive)
+        try:
+            while True:
+                kind, facts, share = ahead.result()
+                if kind == "end":
+                    return
+                if kind == "error":
+                    raise WorkerError(f"the first process could not read the data: {facts}")
+                ahead = _in_thread(self._receive)
+                yield Delivery(share, facts)
+                del share
+        finally:
+            # Also if the loop leaves the pass. The message of `ahead` has been sent, so that this does not take long.
+            # Otherwise, the threads of two passes would receive messages at the same time.
+            wait([ahead])
+
     def _receive(self) -> tuple[str, Any, Any]:
+        """Return the kind of the next message of the present pass, its facts, and this process's batch."""
         group = self._processes.group_for(_CPU)
         while True:
             header = torch.empty(3, dtype=torch.int64)
             dist.recv(header, 0, group=group, tag=_TAG)
-            number, pickle_length, size = header.tolist()
+            pass_number, pickle_length, size = header.tolist()
             content = torch.empty(size, dtype=torch.uint8)
             dist.recv(content, 0, group=group, tag=_TAG)
-            if number == self._pass:  # otherwise it belongs to a pass that this process has left
+            if pass_number == self._pass:  # otherwise it belongs to a pass that this process has left
                 kind, facts, share = _decode(content, pickle_length)
                 return kind, facts, share
 
@@ -143,7 +170,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 class _Slot:
-    """Replacement of a tensor in a pickled message: its dtype and shape."""
+    """Replacement of a tensor in a pickled message: its dtype and shape. Its values precede the pickle, as bytes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
@@ -166,7 +193,7 @@ def _encode(value: object) -> tuple[int, torch.Tensor]:
 
 def _decode(content: torch.Tensor, pickle_length: int) -> Any:
     """Return the argument of `_encode`. Tensors that are aligned in `content` share its memory."""
-    end = 0
+    end = 0  # of the bytes of the newest tensor; `_encode` has visited the tensors in the same order
 
     def fill(slot: _Slot) -> torch.Tensor:
         nonlocal end
@@ -182,16 +209,17 @@ def _decode(content: torch.Tensor, pickle_length: int) -> Any:
 
 
 def _deferring(read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Exception | None, Round | None]]:
-    """Yield `(None, round)` for each round. At the end, yield `(error, None)` if there was one, and `(None, None)`."""
+    """Yield `(None, round)` for each round, and at the end `(None, None)`, or `(error, None)` after an error."""
     try:
-        for found in read():
-            yield None, found
+        for current in read():
+            yield None, current
+            del current  # before the next round is read
     except Exception as error:  # noqa: BLE001 -- it is raised on every process once the last round has been used
         yield error, None
     yield None, None
 
 
 def rounds_of(batches: Iterator[Any], world: int) -> Iterator[list[Any]]:
-    """Yield the batches in groups of one for each process; the last group may be short."""
-    while found := list(itertools.islice(batches, world)):
-        yield found
+    """Yield the batches in lists of `world` batches. The last list may be shorter."""
+    while batches_of_round := list(itertools.islice(batches, world)):
+        yield batches_of_round

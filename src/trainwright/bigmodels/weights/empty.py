@@ -22,14 +22,14 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 _META = torch.device("meta")
-_TWIN = "_trainwright_moved_to"
+_TWIN = "_trainwright_moved_to"  # attribute of a parameter with its copy on the device
 
 
 class _Entered(threading.local):
-    """The active contexts of this thread, innermost last."""
+    """The active contexts of this thread."""
 
     def __init__(self) -> None:
-        self.contexts: list[object] = []
+        self.contexts: list[object] = []  # one token for each context, innermost last
 
 
 _entered = _Entered()
@@ -43,7 +43,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
     Args:
         include_buffers: Also move persistent buffers to the meta device, at the end of the context. Buffers that are
-            not in a checkpoint (`persistent=False`) always keep their values. Default: False.
+            not in a checkpoint (`persistent=False`) always keep their values. Default: None, which moves no buffers.
 
     Yields:
         None. Other threads are not affected. In nested contexts, also of `init_on_device`, the innermost one applies.
@@ -58,8 +58,9 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
     Args:
         device: A device of torch. For the meta device, see `init_empty_weights`.
-        include_buffers: Also create buffers and all other tensors on the device. By default, only parameters are moved,
-            when they are assigned to a module.
+        include_buffers: Also create buffers and all other tensors on the device. On the meta device, only persistent
+            buffers are moved, at the end of the context. Default: None, which moves only parameters, when they are
+            assigned to a module.
 
     Yields:
         None. Other threads are not affected. In nested contexts, the innermost one applies.
@@ -68,16 +69,23 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         RuntimeError: torch does not have the device.
     """
     target = torch.device(device)
-    token = object()
-    buffers: dict[tuple[int, str], nn.Module] = {}  # the end of the context tells which of them are persistent
+    token = object()  # identifies this context, whose hooks torch also calls in other threads and inner contexts
+    # The buffers to move at the end of the context, by the module's id and the buffer's name. torch calls the hook
+    # before it records whether a buffer is persistent.
+    buffers: dict[tuple[int, str], nn.Module] = {}
+
+    def is_innermost() -> bool:
+        return _entered.contexts[-1:] == [token]
+
+    # A hook that returns None leaves the assigned tensor as it is.
 
     def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if _entered.contexts[-1:] != [token] or parameter.device == target:
+        if not is_innermost() or parameter.device == target:
             return None  # the same object: it may be tied
         return _moved_parameter(parameter, target)
 
     def move_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        if _entered.contexts[-1:] != [token] or buffer is None or not include_buffers:
+        if not include_buffers or buffer is None or not is_innermost():
             return None
         if target == _META:
             buffers[id(module), name] = module
@@ -93,22 +101,26 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         stack.callback(register_module_parameter_registration_hook(on_parameter).remove)
         stack.callback(register_module_buffer_registration_hook(on_buffer).remove)
         if include_buffers and target != _META:
-            stack.enter_context(target)
+            stack.enter_context(target)  # torch then creates all tensors on the device
         yield
         _empty(buffers)
 
 
 def _empty(buffers: dict[tuple[int, str], nn.Module]) -> None:
     """Move persistent buffers to the meta device. Shared buffers stay shared."""
-    twins: dict[int, torch.Tensor] = {}
+    # By the id of the buffer with values. All of these exist before the loop, so that no two of them have the same id.
+    meta_buffers: dict[int, torch.Tensor] = {}
     for (_, name), module in buffers.items():
         buffer = module._buffers.get(name)
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            module._buffers[name] = twins.setdefault(id(buffer), buffer.to(_META))
+        if buffer is None or name in module._non_persistent_buffers_set:
+            continue
+        if id(buffer) not in meta_buffers:
+            meta_buffers[id(buffer)] = buffer.to(_META)
+        module._buffers[name] = meta_buffers[id(buffer)]
 
 
 def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return the copy of a parameter on `device`. Repeated calls return the same object."""
+    """Return the copy of a parameter on `device`. Repeated calls return the same object, so that it stays tied."""
     known: nn.Parameter | None = parameter.__dict__.get(_TWIN)
     if known is not None and known.device == device:
         return known

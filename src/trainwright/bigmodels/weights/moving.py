@@ -14,40 +14,45 @@ from trainwright.core.host.device_types import properties
 
 Device = int | str | torch.device
 
-_PLAIN = (int, float, str, type(None))
+_PLAIN = (int, float, str, type(None))  # frequent inputs of a forward that hold no tensor
 
 
 def to_device(device: Device) -> torch.device:
     """Convert to a `torch.device`. A number is an index of the current accelerator type.
 
-    A device type without an index gets the index of the current device. The machine need not have the device.
+    A device type without an index gets the index of the current device, except `"cpu"`, `"mps"` and `"meta"`, which
+    have only one. The machine need not have the device.
+
+    Raises:
+        ConfigurationError: torch does not know the device.
     """
     if isinstance(device, str) and device.isdecimal():
         device = int(device)
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"device {device!r} is not known: {reason}") from error
-    index: int | None = found.index  # torch has annotated it as never None
-    if index is None and found.type != "meta" and not properties(found.type).is_unified:
-        number = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-        return torch.device(found.type, number)
-    return found
+    index: int | None = parsed.index  # torch has annotated it as never None
+    has_several = parsed.type != "meta" and not properties(parsed.type).is_unified
+    if index is None and has_several:
+        current_index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+        return torch.device(parsed.type, current_index)
+    return parsed
 
 
 def checked_device(device: Device) -> torch.device:
     """Convert to a `torch.device` and initialize the device. Raise ConfigurationError if it does not exist."""
-    found = to_device(device)
+    parsed = to_device(device)
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, device=parsed)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # depends on the backend
         here = "no accelerator"
         if torch.accelerator.is_available():
             here = f"{torch.accelerator.device_count()} × {default_device().type}"
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"device {device!r} is not on this machine, which has {here}: {reason}") from error
-    return found
+    return parsed
 
 
 def check_available(device_map: Mapping[str, Device]) -> None:
@@ -75,25 +80,25 @@ def move_inputs(values: object, device: torch.device, skip_keys: Collection[str]
 
     Values of the dict keys in `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
     """
-    if not _has_foreign(values, device, skip_keys):
+    if not _needs_move(values, device, skip_keys):
         return values
-    return _move_but(values, device, skip_keys) if skip_keys else tree.move(values, device)
+    return _move_except(values, device, skip_keys) if skip_keys else tree.move(values, device)
 
 
-def _move_but(values: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
+def _move_except(values: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
     if isinstance(values, dict):
         changed = values.copy()  # keeps subclasses such as an OrderedDict of outputs
         for key, value in values.items():
             if key not in skip_keys:
-                changed[key] = _move_but(value, device, skip_keys)
+                changed[key] = _move_except(value, device, skip_keys)
         return changed
     if type(values) in (list, tuple):
-        return type(values)(_move_but(value, device, skip_keys) for value in values)
+        return type(values)(_move_except(value, device, skip_keys) for value in values)
     return tree.move(values, device)
 
 
-def _has_foreign(values: object, device: torch.device, skip_keys: Collection[str]) -> bool:
-    """Return whether a tensor in `values` is on another device. True for objects with a `to` method."""
+def _needs_move(values: object, device: torch.device, skip_keys: Collection[str]) -> bool:
+    """Return whether a tensor in `values` is on another device. True for dataclasses and objects with a `to` method."""
     if isinstance(values, torch.Tensor):
         return values.device != device
     if isinstance(values, _PLAIN):
@@ -103,12 +108,12 @@ def _has_foreign(values: object, device: torch.device, skip_keys: Collection[str
             if type(value) is torch.Tensor:
                 if value.device != device:
                     return True
-            elif _has_foreign(value, device, skip_keys):
+            elif _needs_move(value, device, skip_keys):
                 return True
         return False
     if isinstance(values, Mapping):
         for key, value in values.items():  # noqa: SIM110
-            if key not in skip_keys and _has_foreign(value, device, skip_keys):
+            if key not in skip_keys and _needs_move(value, device, skip_keys):
                 return True
         return False
     return callable(getattr(values, "to", None)) or dataclasses.is_dataclass(values)

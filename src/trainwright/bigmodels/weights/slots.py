@@ -32,9 +32,13 @@ class Slot:
 
     Attributes:
         name: Name in the hook's module: `path`, a dot, and `leaf`. `path` is empty for the module's own tensors.
-        placeholder: The meta tensor that replaced the original tensor.
-        former: The original tensor, if the weights map returns the same memory.
-        is_shared: True if a module that is not offloaded also contains `former`. Gradients are then not discarded.
+        path: Name of the submodule that contains the tensor, in the hook's module.
+        leaf: Name of the tensor in that submodule.
+        is_buffer: The tensor is a buffer, not a parameter.
+        placeholder: The meta tensor that replaced the original tensor. `replaced` creates a slot with another one.
+        former: The original tensor, if the weights map returns the same memory. Otherwise None.
+        is_shared: True if a module that is not offloaded also contains `former`. Gradients are then not discarded. The
+            hook in `align.py` sets it.
     """
 
     name: str
@@ -66,7 +70,7 @@ class Slot:
         """Record in the placeholder that a hook of `module` loads the weight."""
         replaced = self.replaced_weight
         replaced.is_hooked = True
-        replaced.label = f"{self.name!r} of {type(module).__name__}"
+        replaced.label = f"{self.name!r} of {type(module).__name__}"  # for errors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
@@ -112,13 +116,13 @@ class Slot:
         """
         table = self.table(module)
         shown = table.get(self.leaf)
-        if shown is None or not shown.is_meta:
+        if shown is None or not shown.is_meta:  # a user has removed the tensor, or assigned a value
             return
         if self.former is not None:
             _follow(self.former, shown)
             table[self.leaf] = self.former
             return
-        if copies and self.replaced_weight.device == _META:
+        if copies and self.replaced_weight.device == _META:  # the model was created without values
             self._restore_empty(table, shown)
             return
         if copies:
