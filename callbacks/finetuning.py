@@ -140,6 +140,10 @@ class BaseFinetuning(Callback):
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":
             return
+        if trainer.state.step == 0:  # a new run, also with a callback of an earlier one. A checkpoint is loaded later.
+            self._trained = None
+            self._added_groups = {}
+            self._frozen_norms = []
         if overrides(task, "configure_model", TaskModule):
             raise ConfigurationError(
                 f"{type(self).__name__} freezes modules before {type(task).__name__}.configure_model creates them. "
@@ -180,6 +184,7 @@ class BaseFinetuning(Callback):
                 self._frozen_norms.append(name)
 
     def state_dict(self) -> dict[str, Any]:
+        # The keys belong to the format of checkpoints.
         return {"groups": self._added_groups, "trained": self._trained, "resting": self._frozen_norms}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

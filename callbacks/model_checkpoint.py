@@ -58,12 +58,14 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: write `name=` before each value in the name. Default: True.
         every_n_train_steps: save when `state.step` is a multiple of this number, instead of per epoch. Default: None.
         train_time_interval: save at intervals of this duration, instead of per epoch. Default: None.
-        every_n_epochs: save at the validations (or ends) of every n-th epoch. 0 disables it. Default: None.
+        every_n_epochs: save at the validations (or ends) of every n-th epoch. 0 disables it. Default: None,
+            which is 1, or 0 with `every_n_train_steps` or `train_time_interval`.
         save_on_train_epoch_end: save at the end of epochs (True) or at validations (False; default if there are any).
         keep_every: interval of training (`"1000 steps"`, `"1 epoch"`, `"1 h"`, or a number of steps) after which the
             next checkpoint is kept permanently. With `monitor` it is written even if its score is not among the best.
             Default: None.
-        enable_version_counter: append `-v1`, `-v2`, … if a name is taken. False replaces the checkpoint. Default: True.
+        enable_version_counter: append `-v1`, `-v2`, … if a name is taken. False replaces the checkpoint, unless
+            `keep_every` keeps it. Default: True.
 
     Raises:
         ConfigurationError: arguments contradict each other. In a run: the monitored metric was not logged by the end of
@@ -140,7 +142,7 @@ class ModelCheckpoint(Callback):
         self._clock = AgreedClock(self._seconds_to_next_save)
         self._validated = False
         self._epoch_ended = False
-        self._waiting_for_validation = False
+        self._waiting_for_metric = False
         self._remote_names: frozenset[str] = frozenset()  # names in the remote folder when the fit began
         self._loaded_dirpath: str | None = None  # folder or URL of a loaded index; None once it is checked
         self._check_arguments()
@@ -299,7 +301,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         self._validated = False
         self._epoch_ended = False
-        self._waiting_for_validation = False
+        self._waiting_for_metric = False
         self._last_saved_step = min(self._last_saved_step, trainer.state.step)  # a new run may pass that step again
         self._saved_at_s = time.monotonic()
         self._permanent.begin(trainer)
@@ -323,7 +325,7 @@ class ModelCheckpoint(Callback):
             return
         self._validated = True
         is_due = not self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer)
-        if self._waiting_for_validation or is_due:
+        if self._waiting_for_metric or is_due:
             self._save_at_step_end(trainer)
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
@@ -406,13 +408,13 @@ class ModelCheckpoint(Callback):
         elif facts.present:
             self._remove_from_index(self._indexed_names() - facts.present)  # not written, or deleted by the user
         self._remove_from_index(set(facts.claimed))  # of another process that resumed the same run
-        self._waiting_for_validation = False
+        self._waiting_for_metric = False
         self._check_name_fields(trainer, facts)
         if self.monitor is None:
             request = self._newest_request(trainer, facts)
         else:
             request = self._best_request(trainer, facts, self.monitor)
-        if facts.keep_every_progress is not None and not self._waiting_for_validation:
+        if facts.keep_every_progress is not None and not self._waiting_for_metric:
             # An interval of `keep_every` has ended: a checkpoint of this step is kept, even if its score is not among
             # the best.
             if request is None:
@@ -607,7 +609,7 @@ class ModelCheckpoint(Callback):
                 f"{message} Log it with self.log({self.monitor!r}, ...). A metric that is logged at the end of the "
                 "training epoch needs save_on_train_epoch_end=True when validation runs within the epoch."
             )
-        self._waiting_for_validation = True
+        self._waiting_for_metric = True
         if trainer.is_global_zero and trainer.has_validation:
             warnings.warn(f"{message} Nothing is ranked until validation has run.", TrainwrightWarning, stacklevel=2)
 

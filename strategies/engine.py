@@ -194,6 +194,11 @@ class Engine(LightningMembers):
         """True on the process that writes files and prints."""
         return self.processes.rank == 0
 
+    @property
+    def is_global_zero(self) -> bool:
+        """Lightning's name for `is_main`."""
+        return self.is_main
+
     def start(self, topology: Topology) -> None:
         """Choose the device and join the other processes. Collective; blocks until all have joined."""
         self.processes = self._make_processes(topology)

@@ -25,11 +25,6 @@ class LightningMembers:
         return self.device
 
     @property
-    def is_global_zero(self) -> bool:
-        """Lightning's name for `is_main`."""
-        return self.processes.rank == 0
-
-    @property
     def checkpoint_io(self) -> None:
         """None, because no plugin writes checkpoints."""
         return None

@@ -173,3 +173,14 @@ def test_a_backbone_that_is_in_the_optimizer_from_the_start_is_warned_of(tmp_pat
 def test_what_cannot_be_is_an_error(task: Any, arguments: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=text):
         _trainer(tmp_path, BackboneFinetuning(1), **arguments).fit(task(), regression_loader(32, 8))
+
+
+def test_a_callback_of_an_earlier_run_begins_again_in_a_new_one() -> None:
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=_UNFROZEN_AT, verbose=False)
+    data = regression_loader(8, batch_size=4)
+    quiet_trainer(max_epochs=_EPOCHS, callbacks=[callback]).fit(Net(), data)
+    task = Net()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[callback])
+    trainer.fit(task, data)
+    assert not any(parameter.requires_grad for parameter in task.backbone[0].parameters())
+    assert len(trainer.optimizers[0].param_groups) == 1

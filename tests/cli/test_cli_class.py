@@ -12,6 +12,7 @@ import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import CLI, ConfigurationError, DataModule, EarlyStopping, TaskModule, TrainwrightWarning
+from trainwright.callbacks import Timer
 from trainwright.cli import OptimizerCallable, ReduceLROnPlateau, SaveConfigCallback
 
 
@@ -127,6 +128,10 @@ def test_a_file_of_lightnings_form_is_read(tmp_path: Path) -> None:
     assert config.scheduler.optimizer.param_groups[0]["lr"] == 0.25
 
 
+def _make_timer(interval: str = "step") -> Timer:
+    return Timer(interval=interval)
+
+
 def test_links_defaults_and_user_defined_arguments() -> None:
     class Linked(CLI):
         def add_arguments_to_parser(self, parser: Any) -> None:
@@ -135,6 +140,7 @@ def test_links_defaults_and_user_defined_arguments() -> None:
             parser.set_defaults({"model.lr": 0.75, "data.num_features": 3})
             parser.add_argument("--note", default="none")
             parser.add_lightning_class_args(EarlyStopping, "stopping")
+            parser.add_lightning_class_args(_make_timer, "timer")
             parser.set_defaults({"stopping.monitor": "val_loss", "stopping.patience": 5})
 
         def before_instantiate_classes(self) -> None:
@@ -145,6 +151,7 @@ def test_links_defaults_and_user_defined_arguments() -> None:
     assert made.config.note == "hello!"
     (stopping,) = [each for each in made.trainer.callbacks if isinstance(each, EarlyStopping)]
     assert stopping.patience == 7
+    assert any(isinstance(each, Timer) for each in made.trainer.callbacks)
 
 
 def test_an_optimizer_linked_to_the_task() -> None:

@@ -190,6 +190,8 @@ def test_weights_determine_how_many_samples_each_file_gives(tmp_path: Path) -> N
     assert len(set(of_second[:99])) == 99
     assert of_second[:99] != sorted(of_second[:99])
     assert len(TokenDataset([first, second], 10)) == 108
+    with pytest.raises(ConfigurationError, match="num_samples=-5: write at least 1"):
+        TokenDataset(second, 10, num_samples=-5)
     few = TokenDataset(second, 10, num_samples=20)
     assert len({few[i]["input_ids"][0].item() for i in range(20)}) == 20
 

@@ -25,7 +25,8 @@ class DataModule(HyperparametersMixin, DataHooks):
     """Base class for data modules, which download, split and load the data of a run.
 
     Pass a sub-class to `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, which are divided over
-    ranks automatically. Every hook is optional. `prepare_data` runs on one process, other hooks on every rank.
+    ranks automatically. Every hook is optional. `prepare_data` runs on one process of each
+    node (see `prepare_data_per_node`), other hooks on every rank.
     `save_hyperparameters()` and `hparams` work as on a task.
 
     Attributes:
@@ -67,7 +68,7 @@ class DataModule(HyperparametersMixin, DataHooks):
 
         Args:
             checkpoint_path: the checkpoint's folder, or its URL.
-            map_location, weights_only: Accepted without effect: its state is on the host, and checkpoints contain no
+            map_location, weights_only: Accepted without effect: the state is on the host, and checkpoints contain no
                 pickles. Default: None.
             hparams_file: a YAML or JSON file of hyper-parameters, instead of the checkpoint's. Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.

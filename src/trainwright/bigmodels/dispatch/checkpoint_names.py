@@ -21,7 +21,7 @@ class LoadedKeys(NamedTuple):
 
 
 def match(weights: Sequence[Weight], stored: Collection[str]) -> LoadedKeys:
-    """Find the name of each weight in the checkpoint, and return the names that are only in one of both."""
+    """Find the name of each weight in the checkpoint, and return the names that are on only one side."""
     missing: list[str] = []
     known: set[str] = set()
     for weight in weights:
@@ -55,13 +55,13 @@ def report(keys: LoadedKeys, empty: list[str], checkpoint: PathLike, strict: boo
     consequence = "Missing weights keep their values."
     if empty:
         consequence = (
-            f"There are no values of {shortened(empty)}, on the meta device: load them before the model is used, or it "
+            f"{shortened(empty)}, on the meta device, have no values: load them before the model is used, or it "
             "computes with uninitialized memory."
         )
     warnings.warn(f"{message} {consequence}", TrainwrightWarning, stacklevel=4)
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Return the first names for a message."""
+    """Return up to 10 names for a message, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(repr(name) for name in names[:_SHOWN]) + more

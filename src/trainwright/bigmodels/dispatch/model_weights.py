@@ -74,7 +74,10 @@ class Weight:
         return None
 
     def choose_dtype(self, dtype: torch.dtype | None, keep_in_fp32: Collection[str]) -> None:
-        """Choose the dtype after loading: `dtype`, float32 in the modules `keep_in_fp32`, or the current dtype."""
+        """Choose the dtype after loading: float32 in the modules `keep_in_fp32`, else `dtype`, or the current dtype.
+
+        Weights that are not floating-point keep theirs.
+        """
         self.dtype = self.tensor.dtype
         if not self.tensor.is_floating_point():
             return

@@ -101,8 +101,9 @@ def encode(
 
     Args:
         tree: nested None, numbers, text, bytes, built-in containers, Counters, OrderedDicts, defaultdicts of a built-in
-            factory, torch tensors, sizes, dtypes and devices, numpy arrays and scalars, dates and times, paths and
-            `Duration`s. Dict keys and set members must be hashable and not tensors. Subclasses are not supported.
+            factory, torch tensors, sizes, dtypes and devices, numpy arrays and scalars, dates, datetimes, timedeltas,
+            paths and `Duration`s. Dict keys and set members must be hashable and not tensors. Subclasses are not
+            supported.
         root: the prefix of paths in error messages and tensor names.
         shards: dict to which each `TensorShards` in the tree is added by name. Default: None, which raises for
             `TensorShards`.
@@ -417,7 +418,7 @@ def _decode_datetime(node: Any, stores: Stores) -> Any:
 
 
 def _decode_dtype(node: Any, stores: Stores) -> Any:
-    dtype = getattr(torch, node["v"], None)
+    dtype = vars(torch).get(node["v"])  # `getattr` would import a lazy module of torch that a file names
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {node['v']!r}")
     return dtype

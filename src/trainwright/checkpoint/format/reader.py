@@ -138,7 +138,9 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
     wanted = tuple(PARTS[found.manifest.kind] if parts is None else parts)
     for name in (*wanted, *allow_missing):
         if name not in PARTS["full"]:
-            raise CheckpointError(f"parts contains {name!r}, expected some of {', '.join(PARTS['full'])}.")
+            raise CheckpointError(
+                f"parts or allow_missing contains {name!r}, expected some of {', '.join(PARTS['full'])}."
+            )
     return wanted
 
 

@@ -63,14 +63,13 @@ class ComponentArguments:
             required: with `subclass_mode`: a class must be named. Default: True.
         """
         parser: Any = self
-        if isinstance(lightning_class, type) and issubclass(lightning_class, Callback):
+        made = class_of(lightning_class)
+        if isinstance(made, type) and issubclass(made, Callback):
             self.callback_keys = (*self.callback_keys, nested_key)
         if subclass_mode:
             added = parser.add_subclass_arguments(lightning_class, nested_key, required=required, fail_untyped=False)
             return list(added or [])
-        return list(
-            parser.add_class_arguments(class_of(lightning_class), nested_key, fail_untyped=False, sub_configs=True)
-        )
+        return list(parser.add_class_arguments(made, nested_key, fail_untyped=False, sub_configs=True))
 
     def add_optimizer_args(
         self, optimizer_class: object = (Optimizer,), nested_key: str = "optimizer", link_to: str = AUTOMATIC

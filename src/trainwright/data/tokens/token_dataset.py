@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,15 @@ from trainwright.data.tokens.token_file import TokenFile, Tokens
 PathLike = str | os.PathLike[str]
 Sample = dict[str, torch.Tensor]
 
+_PLAN_VERSION = 1  # of `_plan`; increase it when the function returns another plan
+
 
 class TokenDataset(Dataset[Any]):
     """Samples of `length` tokens from one or several files.
 
-    A sample is a dict of int64 tensors of shape (length,). `labels` equal `input_ids`. `shift_labels` are the next
-    tokens, or -100 if there is none. Models of transformers use `shift_labels` if both are passed, so that every token
-    is predicted once. `documents="separate"` adds `position_ids`.
+    A sample is a dict of int64 tensors of shape (length,). `labels` equal `input_ids`, except -100 at padding.
+    `shift_labels` are the next tokens, or -100 if there is none. Models of transformers use `shift_labels` if both are
+    passed, so that every token is predicted once. `documents="separate"` and `"packed"` add `position_ids`.
 
     Samples are computed from their index, so the dataset needs no memory that grows with its size. The Trainer and the
     Accelerator shuffle it and resume without such memory, too.
@@ -46,7 +49,8 @@ class TokenDataset(Dataset[Any]):
             `"packed"` is like `"separate"`, but samples consist of complete documents and padding. Only documents
             longer than a sample are divided. Default: `"joined"`.
         split: The part of each file to use, such as `(0, 0.98)` for training and `(0.98, 1)` for validation. Parts
-            begin and end at document boundaries, unless a file is a single document. Default: (0, 1), the entire file.
+            begin and end at document boundaries, unless a file is a single document. With `"packed"`, parts are counted
+            in documents instead of tokens, and a single document cannot be divided. Default: (0, 1), the entire file.
         transform: Function that returns a sample. Its arguments are an int64 array of up to `length` + 1 tokens, and a
             NumPy generator seeded for the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
         vocab_size: Vocabulary size of the model, to check files and tokens. Default: None, which is that of each file,
@@ -110,6 +114,8 @@ class TokenDataset(Dataset[Any]):
                 )
         # A file may give only some of its samples. They are chosen at random, not from its beginning.
         self._orders: list[KeyedPermutation] | None = None
+        if num_samples is not None and num_samples < 1:
+            raise ConfigurationError(f"num_samples={num_samples}: write at least 1, or None.")
         if weights is not None or num_samples is not None:
             self._orders = [KeyedPermutation(count, derive_key(seed, i)) for i, count in enumerate(counts)]
             total = sum(counts) if num_samples is None else num_samples
@@ -127,7 +133,7 @@ class TokenDataset(Dataset[Any]):
         which = bisect.bisect_right(self._ends, index)
         source = self._sources[which]
         first = self._ends[which - 1] if which > 0 else 0
-        # With weights a file may give more samples than it has. Then they repeat in the same order.
+        # With weights or `num_samples` a file may give more samples than it has. Then they repeat in the same order.
         place = (index - first) % len(source)
         if self._orders is not None:
             place = self._orders[which][place]
@@ -213,17 +219,16 @@ class _Packed:
     def __init__(self, file: TokenFile, length: int, split: tuple[float, float]) -> None:
         self._file = file
         index = file.path.with_name(file.path.name + ".idx").stat()
-        # A file that is written again has another time, so its old plan is not used. The last entry is the version of
-        # `_plan`: increase it when the function returns another plan.
-        key = repr((length, split, index.st_size, index.st_mtime_ns, file.num_tokens, 1))
+        # A file that is written again has another time, so its old plan is not used.
+        key = repr((length, split, index.st_size, index.st_mtime_ns, file.num_tokens, _PLAN_VERSION))
         name = f".{file.path.name}.packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
         folder = file.path.parent
         if not ((folder / name).is_file() or os.access(folder, os.W_OK)):
             folder = Path(tempfile.gettempdir())
         plan = folder / name
         if not plan.is_file():
-            # All ranks of a machine may compute the plan at once. Each renames its own complete file to it.
-            temporary = plan.with_suffix(f".{os.getpid()}.npy")
+            # All ranks may compute the plan at once, also on several machines. Each renames its own complete file.
+            temporary = plan.with_suffix(f".{secrets.token_hex(8)}.npy")
             np.save(temporary, _plan(file.lengths(), length, split))
             temporary.replace(plan)
         self._parts = np.load(plan, mmap_mode="r")  # see _plan
