@@ -41,7 +41,6 @@ IGNORED = {
     "predict_step.kwargs": "a sub-class may pass the index of a loader to super().predict_step",
     "restore_grad_mode.args": "torch's signature of a hook",
     "restore_grad_mode.output": "torch's signature of a hook",
-    "prepare_optimizer.device_placement": "see AcceleratedOptimizer",
     "validate.weights_only": "see fit",
     "test.weights_only": "see fit",
     "predict.weights_only": "see fit",
