@@ -48,7 +48,7 @@ def make_strategy(text: str) -> Any:
         options[key] = _value(value)
     try:
         known = inspect.signature(make).parameters
-    except ValueError:  # made by a class without a signature
+    except ValueError:  # the class has no signature
         return make(**options)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         for key in options:

@@ -62,7 +62,7 @@ class TensorStages:
         return cls(owners, in_no_stage, ties)
 
     def owner(self, name: str) -> int | None:
-        """Return the stage that owns the tensor with a name. None if every rank has the tensor and no stage owns it."""
+        """Return the stage that owns the tensor with a name. None for a tensor that the task got after it was divided."""
         return self.owners.get(plain_name(name))
 
     def is_in_no_stage(self, name: str) -> bool:
@@ -113,7 +113,7 @@ class PipelineState(ShardedState):
         """Return the full value of a stage's tensor, on the host. Collective.
 
         Args:
-            tensor: The tensor. Ranks without the stage pass a tensor of the same shape and dtype, on any device.
+            tensor: The tensor. Ignored on ranks other than the stage's.
             stage: The stage that owns the tensor. None if every rank has the tensor.
             keep: False: this rank gets a tensor on the device `meta`.
         """

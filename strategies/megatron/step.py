@@ -152,7 +152,10 @@ class PipelineStep(AutomaticStep):
         return scaled
 
     def _share_results(self, group: Group, batches: list[Any]) -> torch.Tensor:
-        """Send the losses and logged values of the last stage to every rank of the pipeline. Collective."""
+        """Share the losses and logged values of the last stage with every rank of the pipeline. Collective.
+
+        Logs them, ends all batches but the last, and returns the sum of the losses.
+        """
         own_results = None
         if self.parts.rank == self._runner.source:
             own_losses = [micro_batch.loss.item() for micro_batch in self._micro_batches]
@@ -177,7 +180,10 @@ class PipelineStep(AutomaticStep):
         return torch.tensor(losses, dtype=torch.float64).sum().float().to(self.parts.device)
 
     def _output_of(self, parts: list[int], losses: list[float]) -> dict[str, Any]:
-        """Return the `outputs` of a batch for `on_train_batch_end`: of its only part, or the mean loss of several."""
+        """Return the `outputs` of a batch for `on_train_batch_end`.
+
+        They are the output of its only part, on a rank with the last stage. Otherwise they are the mean loss.
+        """
         output = self._micro_batches[parts[0]].output
         if len(parts) == 1 and output is not None:
             return output
