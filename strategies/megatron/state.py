@@ -62,7 +62,7 @@ class TensorStages:
         return cls(owners, in_no_stage, ties)
 
     def owner(self, name: str) -> int | None:
-        """Return the stage that owns the tensor with a name. None for a tensor that the task got after it was divided."""
+        """Return the stage that owns a tensor. None for a tensor that the task got after it was divided."""
         return self.owners.get(plain_name(name))
 
     def is_in_no_stage(self, name: str) -> bool:
