@@ -14,7 +14,12 @@ from torch import nn
 
 from tests.bigmodels.nets import of_transformers
 from trainwright import TaskModule
-from trainwright.bigmodels.maps.estimates import count_stage_bytes, count_stored_weights, kv_cache_bytes
+from trainwright.bigmodels.maps.estimates import (
+    count_stage_bytes,
+    count_stored_weights,
+    count_weights,
+    kv_cache_bytes,
+)
 from trainwright.cli.main import main
 
 _LLAMA = {
@@ -58,6 +63,12 @@ def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.C
         assert rows["int4"]["largest_layer_bytes"] == _LAYER / 2
         assert rows["float32"]["training_adam_bytes"] == 16 * facts["elements"]
         assert facts["largest_layer"] == "model.layers.0"
+
+
+def test_integer_buffers_have_neither_gradients_nor_averages() -> None:
+    model = nn.BatchNorm1d(3)  # 12 floating-point elements, and a counter of 8 bytes
+    count = count_weights(model)
+    assert count.training_bytes(torch.float32) == 4 * count.elements * 4 + 8
 
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -60,7 +60,8 @@ class WeightCount:
 
     def training_bytes(self, dtype: DType) -> int:
         """Return the bytes of weights, gradients and Adam's two averages in one dtype, without activations."""
-        return ADAM_COPIES * self.total_bytes(dtype)
+        trained = ADAM_COPIES * self.elements * dtype_byte_size(dtype)
+        return math.ceil(trained) + self.fixed_bytes  # counters and masks have no gradients
 
 
 def count_weights(model: nn.Module) -> WeightCount:
