@@ -211,6 +211,14 @@ def test_the_users_own_file_is_kept_and_saving_can_be_extended_or_left_out(tmp_p
     assert not (tmp_path / "other/config.yaml").exists()
 
 
+def test_a_second_file_of_the_user_is_kept_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {lr: 0.5}\n")
+    (tmp_path / "config.resolved.yaml").write_text("mine: 1\n")
+    cli("fit", "--config=config.yaml", "--optimizer=SGD")
+    assert (tmp_path / "config.resolved.yaml").read_text() == "mine: 1\n"
+    assert "lr: 0.5" in (tmp_path / "config.resolved.resolved.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -54,13 +54,18 @@ def save_config(text: str, folder: Path, *, name: str = CONFIG_NAME, overwrite: 
     `overwrite=True`. The configuration is then written to another file, such as `config.resolved.yaml`.
     """
     target = folder / name
-    if not overwrite and target.exists() and not target.read_text().startswith(_MARK):
-        target = target.with_suffix(f".resolved{target.suffix}")
+    if not overwrite:
+        while _is_of_user(target):
+            target = target.with_suffix(f".resolved{target.suffix}")
     folder.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp")
     staging.write_text(_MARK + text)
     staging.replace(target)
     return target
+
+
+def _is_of_user(file: Path) -> bool:
+    return file.exists() and not file.read_text().startswith(_MARK)
 
 
 class SaveConfigCallback(Callback):
