@@ -285,9 +285,9 @@ class KeptStream(IterableDataset[Any]):
         if self._has_ended:
             return iter(())
         samples = iter(self.dataset)
-        if keeps_state(samples):
-            return samples  # torchdata saves the state of such an iterator instead of this object's
-        return self._watched(samples)
+        # torchdata saves the state of an iterator that has one, instead of this object's.
+        iterator_has_state = keeps_state(samples)
+        return samples if iterator_has_state else self._watched(samples)
 
     def __len__(self) -> int:
         """Return the data set's length. Raises TypeError if it has none."""
