@@ -140,14 +140,18 @@ class SeededIndex(int):
         return _unpickle_seeded, (int(self), self.seed)
 
 
-class SeededTurn:
-    """Seed for a worker that reads an iterable data set without batches, and ignores its input. Unpickled as None."""
+class SeededInput:
+    """Input of another type for a worker, with a seed. Unpickled as `value`.
 
-    def __init__(self, seed: int) -> None:
+    `value` is a text or bytes index, or None for an iterable data set in a loader without batches, which ignores it.
+    """
+
+    def __init__(self, value: str | bytes | None, seed: int) -> None:
+        self.value = value
         self.seed = seed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle_seeded, (None, self.seed)
+        return _unpickle_seeded, (self.value, self.seed)
 
 
 def seeded(indices: object, seed: int) -> Any:
@@ -220,6 +224,8 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
         if here:
             seed_global_generators(seed)
             yield indices
+        elif isinstance(indices, (str, bytes)):
+            yield SeededInput(indices, seed)
         else:
             yield seeded(operator.index(indices), seed)
 
@@ -304,7 +310,7 @@ class SeededTurns(Sampler[Any]):
             seed = derive_key(self.key, self._next)
             self._next += 1
             if self.batch_size is None:
-                yield SeededTurn(seed)
+                yield SeededInput(None, seed)
             else:
                 # torch takes as many samples from an iterable data set as the list has entries.
                 yield SeededIndices([None] * self.batch_size, seed)
