@@ -67,8 +67,8 @@ class DataModule(HyperparametersMixin, DataHooks):
 
         Args:
             checkpoint_path: the checkpoint's folder, or its URL.
-            map_location, weights_only: Accepted without effect, because the state is on the host and checkpoints
-                contain no pickles. Default: None.
+            map_location, weights_only: Accepted without effect: the state is on the host, and checkpoints contain no
+                pickles. Default: None.
             hparams_file: a YAML or JSON file of hyper-parameters, instead of the checkpoint's. Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 

@@ -95,7 +95,7 @@ def iterate_groups(
         accumulate: micro-batches of one rank in a group. The last group may have fewer. Default: 1.
         limit: maximum number of batches of one rank, counted from the epoch's start. Default: None, no limit.
         start_batch: this rank's first batch in this epoch. Default: 0.
-        rank: Accepted without effect. Default: None.
+        rank: Accepted without effect: the loader is prepared for its rank. Default: None.
         world, uneven, agree: replace the loader's options if it has no length; see `LoaderOptions`. Default: None.
 
     If several ranks read a loader without length, every rank must iterate, and each group calls `agree` once, unless
