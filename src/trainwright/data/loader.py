@@ -59,8 +59,12 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
     Call this function on every rank, because it may communicate through `agree`.
 
     Raises:
-        ConfigurationError: the loader is empty, an iterable does not declare how it is divided, ranks are uneven with
-            the policy "error", or `per_sample_rng` is used with an iterable.
+        ConfigurationError: the object is not a loader or is already prepared, the loader is empty, an iterable does not
+            declare how it is divided, ranks are uneven with the policy "error" (or one has no batch, with "stop"),
+            `per_sample_rng` is used with an iterable, or the batches cannot be divided for `split_batches`.
+
+    Warns:
+        TrainwrightWarning: the object is a data set, or an evaluation shuffles.
     """
     prepared = _prepare(loader, options)
     prepared.count_batches()
@@ -73,7 +77,7 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
-        # Each member yields this rank's own batches; the combination is padded as one loader.
+        # Members do not pad: each yields this rank's own batches, and the combination is padded as one loader.
         of_member = replace(options, lockstep=False)
         members = map_leaves(lambda member: _prepare(member, of_member), loader.iterables)
         return PreparedCombined(loader, members, options)
@@ -106,7 +110,7 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
 def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
     """Check that each batch of a loader can be divided over the ranks. Return the options for this division.
 
-    If the loader drops incomplete batches, all ranks drop the last one together.
+    If the loader drops incomplete batches, the policy becomes "stop": all ranks drop the last one together.
 
     Raises:
         ConfigurationError: the loader has no batch size, the batch size is not divisible by the number of ranks, or the
@@ -137,7 +141,7 @@ class _PreparedByIndex(PreparedLoader):
 
     def use(self, options: LoaderOptions) -> None:
         super().use(options)
-        # The numbers of batches depend on it.
+        # The numbers of batches depend on `completes`, which is False for data that is not divided.
         self._dealer.completes = self._completes
         if self._is_dealt:
             self._counts = self._dealer.counts()
@@ -162,11 +166,14 @@ class _PreparedByIndex(PreparedLoader):
 
     # Passes that follow one another are dealt as one: micro-batch m of all passes goes to rank m mod world, and is
     # micro-batch m mod n of its pass. With n = 3 and two ranks, rank 0 gets 0, 2 and then 1; rank 1 gets 1 and 0, 2.
+    # Passes are not dealt as one if each rank has its own data, or a part of every micro-batch (`SplitBatchShard`).
 
     @property
     def _cycle_length(self) -> int | None:
-        """Number of micro-batches of one pass over all ranks. None if passes are not dealt as one."""
-        return self._dealer.micro_batches_left if self._is_dealt else None
+        """Number of micro-batches of one pass over all ranks. None if unknown, or if passes are not dealt as one."""
+        if not self._is_dealt or self._dealer.world != self.options.world:
+            return None
+        return self._dealer.micro_batches_left
 
     def place_in_cycles(self, start_batch: int) -> tuple[int, int]:
         length = self._cycle_length
@@ -186,6 +193,8 @@ class _PreparedByIndex(PreparedLoader):
         try:
             # This rank's first micro-batch in the pass. In pass 1 of the example, rank 0 has 1 and rank 1 has 0.
             self._dealer.rank = (rank - cycle * length) % self.options.world
+            # The dealer's iterator reads its rank when it is created. If rounds are completed, it also reads it later,
+            # but then `length` is a multiple of the number of ranks, and the rank is unchanged.
             return super().cycle(cycle, start_batch)
         finally:
             self._dealer.rank = rank
@@ -197,7 +206,8 @@ class _PreparedByIndex(PreparedLoader):
         if sets_epoch(self._loader):  # first: its length may depend on the epoch
             self._loader.set_epoch(epoch)
         if resume is not None and not self._is_dealt:
-            # Samples and micro-batches are counted over all ranks. This rank's own data is read by this rank alone.
+            # The counts of samples and micro-batches in a position are sums over all ranks, but this rank alone reads
+            # its own data.
             resume = {"batch": resume["batch"]}
         self._dealer.set_epoch(epoch, resume)
 
@@ -205,7 +215,7 @@ class _PreparedByIndex(PreparedLoader):
         counts = self._dealer.counts()
         if counts is None or self._is_dealt:
             return counts
-        return counts[0]
+        return counts[0]  # this rank's own data: the dealer has world=1
 
 
 class PreparedDataLoader(_PreparedByIndex):
@@ -216,6 +226,7 @@ class PreparedDataLoader(_PreparedByIndex):
         super().__init__(loader, options, dealer=dealer)
         slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._seeds = _WorkerSeeds(loader)
+        # Set by StatefulDataLoader.load_state_dict (torchdata 0.11) for its next iterator.
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigurationError(
                 f"{options.title} got a state by load_state_dict before it was passed to the Trainer. The position in "
@@ -285,7 +296,7 @@ class PreparedDataLoader(_PreparedByIndex):
     def filler(self) -> Any:
         """Return the first batch of the epoch, fetched in this process."""
         if not self._is_dealt and self._dealer.counts() == [0]:
-            return super().filler()  # an error: this rank's own data is empty
+            return super().filler()  # raises the error: this rank's own data is empty
         slot = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         alone = copy_loader(self._loader, num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
         vars(alone)[slot] = [self._dealer.first()]
@@ -298,7 +309,8 @@ class PreparedSequence(_PreparedByIndex):
 
     def __init__(self, batches: Indexed, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
-        rank, world = (options.rank, options.world) if self._is_dealt else (0, 1)
+        rank = options.rank if self._is_dealt else 0
+        world = options.world if self._is_dealt else 1
         completes = options.completes_rounds and world > 1
         dealer = BatchShard(SequentialSampler(batches), rank=rank, world=world, seed=options.seed, completes=completes)
         super().__init__(batches, options, dealer=dealer)
@@ -311,12 +323,12 @@ class PreparedSequence(_PreparedByIndex):
             key = sample_key(self.options.seed, self.epoch, 0 if self._is_dealt else self.options.rank)
             return fetch_seeded(self.raw.__getitem__, self._dealer, key)
         if start_batch == 0 and self._dealer.world == 1:
-            return iter(self.raw)
+            return iter(self.raw)  # the object's own iterator, which may be faster than `[index]`
         return map(self.raw.__getitem__, self._dealer)
 
     def filler(self) -> Any:
         if len(self.raw) == 0:
-            return super().filler()  # an error: this rank's own data is empty
+            return super().filler()  # raises the error: this rank's own data is empty
         return self.raw[0]
 
 
@@ -345,9 +357,10 @@ class PreparedIterable(PreparedLoader):
                 name=options.title,
             )
         super().__init__(loader, options, dealer=self._counting_dealer(dataset, loader, options))
-        self._dataset = dataset
+        self._dataset = dataset  # this rank's part; the user's object if it is not divided here
+        # The next two are None for an iterable of batches, which is not a DataLoader.
         self._seeds: _WorkerSeeds | None = None
-        self._turns: SeededTurns | None = None
+        self._turns: SeededTurns | None = None  # also None without workers, or if the loader has no state
         self._loader = dataset
         if data_loader is not None:
             self._seeds = _WorkerSeeds(data_loader)
@@ -370,7 +383,7 @@ class PreparedIterable(PreparedLoader):
             "worker_init_fn": WorkerPlace(options.rank, options.world, options.worker_start(loader.worker_init_fn)),
             "generator": generator,
         }
-        if size is not None and size != loader.batch_size:
+        if size is not None and size != loader.batch_size:  # divided for `split_batches`
             changes["batch_size"] = size
             changes["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
         if self._turns is not None:
@@ -407,7 +420,7 @@ class PreparedIterable(PreparedLoader):
         except (TypeError, NotImplementedError):
             return None
         if self._seeds is not None:
-            # torch compares it with the number of batches fetched and would warn.
+            # `len` stores the data set's length here, and torch (2.13) would warn when more batches are fetched.
             vars(self._loader)["_IterableDataset_len_called"] = None
         return length
 
@@ -430,7 +443,7 @@ class PreparedIterable(PreparedLoader):
     def _load_own(self, state: Mapping[str, Any], *, at_epoch_start: bool) -> None:
         is_state_of_workers = self._num_workers > 0 and not self._loader.persistent_workers
         if at_epoch_start and is_state_of_workers:
-            return  # the workers have ended with their epoch
+            return  # the workers that had this state ended with their epoch, and new ones start from the beginning
         if state["num_workers"] != self._num_workers:
             raise ConfigurationError(
                 f"{self.options.title}: the checkpoint holds the states of num_workers={state['num_workers']}, which "
@@ -439,7 +452,9 @@ class PreparedIterable(PreparedLoader):
             )
         self._state_source.load_state_dict(state["state"])
         if at_epoch_start:
-            self._begin_pass()  # the pass that has ended; the next one begins where it ended
+            # Open the pass that has ended, without reading from it: the state then takes effect as in the interrupted
+            # run, and the next pass begins where this one ended.
+            self._begin_pass()
 
     def _counting_dealer(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
         """Return a `Dealer` that computes numbers of batches but divides nothing, or None if they are unknown."""
@@ -466,8 +481,8 @@ class PreparedIterable(PreparedLoader):
 class _WorkerSeeds:
     """Seeds of a loader's workers, computed from (seed, epoch, rank).
 
-    torch draws these seeds from a global generator, whose state differs after a resume. If the loader has its own
-    generator, this generator is used.
+    torch draws these seeds from a global generator, whose state differs after a resume. If the user's loader has its
+    own generator, that one is used, and the user seeds it.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -475,6 +490,7 @@ class _WorkerSeeds:
         self.generator = torch.Generator() if self._is_ours else loader.generator
 
     def turn_to(self, options: LoaderOptions, epoch: int) -> None:
+        """Seed the generator for an epoch. Call this before the loader's iterator is created, which draws from it."""
         if self._is_ours:
             key = mix_seeds(epoch_key(options.seed, epoch), options.rank)
             self.generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
@@ -500,6 +516,7 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
     in_order = options.shuffle is False and _has_plain_batches(loader)
     if divides_itself and not options.use_distributed_sampler:
         in_order = False
+    # The data is divided here unless each rank has its own data, or a distributed sampler that stays divides it.
     is_dealt = options.world == 1
     if options.use_distributed_sampler and (in_order or not divides_itself):
         is_dealt = True
@@ -604,8 +621,9 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
 def holds_loaders(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
     """Return whether an object is a sequence or mapping of loaders rather than of batches.
 
-    True if its first leaf is a DataLoader, a CombinedLoader or an iterator, or if all entries are lists of numbers and
-    texts, as in Lightning. Other iterables may be batches.
+    True if its first leaf is a DataLoader, a CombinedLoader or an iterator. Also True if all entries at a level above
+    this leaf are lists of numbers and texts, as in Lightning: `[[1, 2], [3, 4]]` contains two loaders. Other iterables
+    may be batches.
     """
     if not is_tree(tree):
         return False
@@ -613,5 +631,5 @@ def holds_loaders(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
         entries = tree.values() if isinstance(tree, Mapping) else tree
         if all(map(is_list_of_values, entries)):
             return True
-        tree = next(iter(entries))  # down to the first leaf
+        tree = next(iter(entries))  # one level down, towards the first leaf
     return isinstance(tree, (DataLoader, CombinedLoader, Iterator))

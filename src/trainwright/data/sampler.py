@@ -1,8 +1,8 @@
 """Assignment of micro-batches to ranks, and resuming within an epoch without reading earlier samples.
 
 Micro-batch m of an epoch goes to rank m mod world. In each step `world` ranks without accumulation therefore process
-the same samples as one rank with `world` accumulation steps. No sample is visited twice. The last micro-batch may be
-short.
+the same samples as one rank with `world` accumulation steps. The last micro-batch may be short. No sample is visited
+twice, except samples from the beginning of the epoch that complete an incomplete last round (see `Dealer.completes`).
 
 A *round* is one batch of every rank: round i consists of the i-th batch of every rank in the epoch. A resumed epoch has
 an *anchor*: the round, and the position in the data, at which this process group resumed. Earlier processes, possibly
@@ -17,7 +17,7 @@ import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -43,12 +43,27 @@ _END: Any = object()
 # Indices computed at once by a running sampler: enough to amortise numpy, few enough for a fast resume.
 _CHUNK = 8192
 
-# Seeds sent with the indices: none; one per batch of a worker; one per sample, fetched in a worker or in this process.
+# Seeds that are sent with the indices:
+# - "none": no seeds.
+# - "batch": one seed for each batch, set in the loader worker that fetches the batch.
+# - "sample in worker": one seed for each sample, set in the loader worker.
+# - "sample here": one seed for each sample, set in this process, which fetches the data itself.
 Seeding = Literal["none", "batch", "sample in worker", "sample here"]
 
 
 class Dealer(Sampler[Any], ABC):
-    """Base class of the samplers: assignment of micro-batches to ranks, and the arithmetic of rounds."""
+    """Base class of the samplers: assignment of micro-batches to ranks, and the arithmetic of rounds.
+
+    Attributes:
+        batch_size: samples of one rank's full micro-batch. None if unknown.
+        rank, world: this rank and the number of ranks that share the micro-batches. `0, 1` if the data is not divided.
+        seed: seed of the order and of the seeds for augmentation.
+        seeding: the kind of seeds that are sent with the indices.
+        stream: distinguishes the seeds of ranks whose micro-batches have equal indices, such as ranks with independent
+            loaders, which each have a micro-batch 0. The rank in these cases, otherwise 0.
+        epoch: the epoch of the last `set_epoch`.
+        completes: an incomplete last round is completed with samples from the beginning of the epoch.
+    """
 
     batch_size: int | None = None
 
@@ -59,12 +74,11 @@ class Dealer(Sampler[Any], ABC):
         self.world = world
         self.seed = seed
         self.seeding: Seeding = seeding
-        # Separates the batch seeds of ranks with independent loaders: each of them has a micro-batch 0.
         self.stream = 0
         self.epoch = 0
-        self.completes = False  # an incomplete last round is completed with samples from the beginning
-        self._anchor_round = 0
-        self._start_round = 0
+        self.completes = False
+        self._anchor_round = 0  # the round at which `set_epoch` resumed the epoch; 0 for a new epoch
+        self._start_round = 0  # the round at which the next iteration begins, at least the anchor
 
     @property
     @abstractmethod
@@ -106,8 +120,12 @@ class Dealer(Sampler[Any], ABC):
         left = self.micro_batches_left
         if left is None:
             return None
-        # 5 micro-batches on 2 ranks: rank 0 gets 3 of them (0, 2, 4), and rank 1 gets 2 (1, 3).
-        return [self._anchor_round + max(0, -((rank - left) // self.world)) for rank in range(self.world)]
+        counts = []
+        for rank in range(self.world):
+            # 5 micro-batches on 2 ranks: rank 0 gets 3 of them (0, 2, 4), and rank 1 gets 2 (1, 3).
+            num_of_rank = max(0, _divide_up(left - rank, self.world))
+            counts.append(self._anchor_round + num_of_rank)
+        return counts
 
     @property
     def num_rounds(self) -> int | None:
@@ -115,7 +133,7 @@ class Dealer(Sampler[Any], ABC):
         left = self.micro_batches_left
         if left is None:
             return None
-        return self._anchor_round + -(-left // self.world)
+        return self._anchor_round + _divide_up(left, self.world)
 
     def has_batch(self, round_index: int) -> bool:
         """Return whether this rank has its own batch in the round; True if the number is unknown."""
@@ -139,9 +157,9 @@ class Dealer(Sampler[Any], ABC):
         return None
 
     def real_rows(self, round_index: int) -> int | None:
-        """Return the number of samples in this rank's batch that do not only complete the last round.
+        """Return the number of samples in this rank's batch that are not repeated to complete the last round.
 
-        None if all samples are such, or if the round has not been drawn.
+        None if no sample is repeated, or if the round has not been drawn.
         """
         return None
 
@@ -162,7 +180,7 @@ class Dealer(Sampler[Any], ABC):
         return copy.copy(self)
 
     def first(self) -> Any:
-        """Return the indices of the epoch's first batch, on any rank. The epoch must not be empty."""
+        """Return the indices of micro-batch 0 of the epoch, whatever this rank is. The epoch must not be empty."""
         alone = copy.copy(self)
         alone.rank = 0
         alone.world = 1
@@ -187,7 +205,7 @@ class Dealer(Sampler[Any], ABC):
         return (round_index - self._anchor_round) * self.world
 
     def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """Yield this rank's batches with their seeds. `first` is the first batch's micro-batch index in the epoch."""
+        """Return this rank's batches with their seeds. `first` is the first batch's micro-batch index in the epoch."""
         if self.seeding == "none":
             return batches
         if self.seeding != "batch":
@@ -259,11 +277,15 @@ class ShardedBatchSampler(Dealer):
         samples = self.num_samples - self._anchor_sample
         unit = self.world if self.completes else 1  # micro-batches that exist together or not at all
         size = self.batch_size * unit
-        num_units = samples // size if self.drop_last else -(-samples // size)
+        num_units = samples // size if self.drop_last else -(-samples // size)  # rounded up
         return num_units * unit
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Set `epoch`. `resume` contains the numbers `batch` and `samples` (over all ranks) consumed in it so far."""
+        """Set `epoch`. `resume` contains the numbers `batch` and `samples` (over all ranks) consumed in it so far.
+
+        Without `samples`, every batch counts as full, and `world` must not have changed. Loaders that are not divided
+        pass only `batch`.
+        """
         super().set_epoch(epoch, resume)
         if isinstance(self._data, Sized):
             self.num_samples = len(self._data)
@@ -300,7 +322,8 @@ class ShardedBatchSampler(Dealer):
         return SequentialOrder(self.num_samples)
 
     def __iter__(self) -> Iterator[Any]:
-        # All values are read now, not while iterating: loader workers prefetch, and set_epoch may be called meanwhile.
+        # Epoch and position are read now, not while iterating: `set_epoch` may be called before the iteration ends,
+        # because loader workers prefetch.
         first = self._first_micro_batch(self._start_round) + self.rank
         batches = self._batches(self.order(), self._anchor_sample, first, self.micro_batches_left)
         drawn: Iterator[Any] = (batch[0] for batch in batches) if self.single else batches
@@ -308,18 +331,23 @@ class ShardedBatchSampler(Dealer):
         return self._seeded(drawn, self._anchor_sample // self.batch_size + first)
 
     def _batches(self, order: SampleOrder, anchor: int, first: int, stop: int) -> Iterator[list[int]]:
+        """Yield the indices of this rank's micro-batches `first`, `first + world`, … before `stop`.
+
+        Micro-batches count from the sample `anchor` of the order.
+        """
         size = self.batch_size
-        rows_at_once = max(1, _CHUNK // size)
-        within = np.arange(size, dtype=np.int64)
+        num_at_once = max(1, _CHUNK // size)
+        offsets = np.arange(size, dtype=np.int64)
         micro_batches = range(first, stop, self.world)
-        for chunk in range(0, len(micro_batches), rows_at_once):
-            rows = micro_batches[chunk : chunk + rows_at_once]
-            # Row i contains the positions of the i-th micro-batch: with size 2, micro-batches 1 and 3 are at 2, 3 and
-            # 6, 7 after the anchor.
-            places = anchor + np.asarray(rows, dtype=np.int64)[:, None] * size + within
+        for chunk_start in range(0, len(micro_batches), num_at_once):
+            chunk = micro_batches[chunk_start : chunk_start + num_at_once]
+            # Row i contains the positions of the chunk's i-th micro-batch: with size 2, micro-batches 1 and 3 have the
+            # positions 2, 3 and 6, 7 after the anchor.
+            places = anchor + np.asarray(chunk, dtype=np.int64)[:, None] * size + offsets
             if places[-1, -1] < order.n:
                 yield from order.take(places).tolist()
             elif self.completes:
+                # Positions after the end of the order are those of its beginning.
                 yield from order.take(places % order.n).tolist()
             else:
                 # Only the last micro-batch of the epoch can be short.
@@ -333,6 +361,13 @@ class ShardedBatchSampler(Dealer):
         return min(self._anchor_sample + micro_batches * self.batch_size, self.num_samples)
 
 
+class _TorchGenerator(NamedTuple):
+    """Generator of a user's sampler, with its seed before any epoch."""
+
+    generator: torch.Generator
+    initial_seed: int
+
+
 class BatchShard(Dealer):
     """Index batches of a user's sampler, divided over the ranks: micro-batch m belongs to rank m mod world.
 
@@ -342,7 +377,7 @@ class BatchShard(Dealer):
     and the sampler's `set_epoch` is called.
 
     Args:
-        batch_sampler: an iterable of index batches, or of single indices. May have a length.
+        batch_sampler: an iterable of index batches, or of single indices. Its length is optional.
         rank, world: this rank and the number of data-parallel ranks. With `0, 1` all batches belong to this rank.
         seed: seed of the run. Default: 0.
         seeding: see `ShardedBatchSampler`. Default: `"none"`.
@@ -363,20 +398,22 @@ class BatchShard(Dealer):
         self.batch_sampler = batch_sampler
         self.completes = completes
         self._drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self._real_rows: dict[int, int] = {}  # of rounds that were completed
+        # {round: `real_rows`} of the drawn rounds in which this rank's batch has repeated samples. Iterations fill it.
+        self._real_rows: dict[int, int] = {}
         # torch's BatchSampler draws indices from its `sampler`. Either of the two may have a generator and set_epoch.
         inner = getattr(batch_sampler, "sampler", None)
         self._parts: list[Any] = [batch_sampler] if inner is None else [batch_sampler, inner]
-        self._torch_generators: list[tuple[torch.Generator, int]] = []  # with their initial seeds
+        self._torch_generators: list[_TorchGenerator] = []
         self._other_generators: list[HeldGenerator] = []
         for part in self._parts:
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator):
                 # Read only now: seeding the generator for an epoch changes its initial seed.
-                self._torch_generators.append((generator, generator.initial_seed()))
+                self._torch_generators.append(_TorchGenerator(generator, generator.initial_seed()))
             self._other_generators.extend(held_generators(part))
-        self._anchor_micro_batch = 0
-        # The contents of the batches of torch's own BatchSampler are known, unless a subclass changes them.
+        self._anchor_micro_batch = 0  # micro-batches of all ranks before the anchor
+        # torch's own BatchSampler: batches have `batch_size` indices, except the last one. None for other samplers and
+        # for subclasses, whose batches may differ in size.
         self._plain = batch_sampler if type(batch_sampler) is BatchSampler else None
         self.batch_size: int | None = None if self._plain is None else self._plain.batch_size
 
@@ -389,22 +426,25 @@ class BatchShard(Dealer):
         if not self.completes:
             return left
         # 5 batches on 2 ranks are 3 complete rounds of 6 micro-batches, or with `drop_last` 2 rounds of 4.
-        rounds = left // self.world if self._drop_last else -(-left // self.world)
+        rounds = left // self.world if self._drop_last else _divide_up(left, self.world)
         return rounds * self.world
 
     @property
     def order_needs_seed(self) -> bool:
-        """True if the user's sampler draws random numbers. Starts a copy of the sampler. True for an iterator."""
+        """True if the user's sampler has a generator, or draws random numbers for its first batch.
+
+        Reads the first batch of a copy of the sampler. True for an iterator, which cannot restart.
+        """
         if self._torch_generators or self._other_generators or isinstance(self.batch_sampler, Iterator):
             return True
         # A sampler that has used a global generator leaves it in another state, so its next number differs.
         twin = self._twin()
         with isolate_rng():
             seed_global_generators(0)
-            unused = numbers_of_global_generators()
+            numbers_if_unused = numbers_of_global_generators()
             seed_global_generators(0)
             next(iter(twin.batch_sampler), None)
-            return numbers_of_global_generators() != unused
+            return numbers_of_global_generators() != numbers_if_unused
 
     def _num_batches(self) -> int | None:
         try:
@@ -424,16 +464,16 @@ class BatchShard(Dealer):
         """Draw and return the indices in this rank's batch of a round. None for an iterator, which cannot restart."""
         if isinstance(self.batch_sampler, Iterator):
             return None
-        torch_states = [generator.get_state() for generator, _ in self._torch_generators]
-        other_states = [generator.state for generator in self._other_generators]
+        torch_states = [held.generator.get_state() for held in self._torch_generators]
+        other_states = [other.state for other in self._other_generators]
         try:
             return super().indices_in(round_index)
         finally:
             # A running iteration draws from the same generators.
-            for (torch_generator, _), torch_state in zip(self._torch_generators, torch_states, strict=True):
-                torch_generator.set_state(torch_state)
-            for other_generator, other_state in zip(self._other_generators, other_states, strict=True):
-                other_generator.state = other_state
+            for held, torch_state in zip(self._torch_generators, torch_states, strict=True):
+                held.generator.set_state(torch_state)
+            for other, other_state in zip(self._other_generators, other_states, strict=True):
+                other.state = other_state
 
     def _twin(self) -> BatchShard:
         """Return a copy of this object and of the user's sampler, because the sampler may have a state."""
@@ -460,11 +500,12 @@ class BatchShard(Dealer):
         first = min(self._first_micro_batch(round_index), left)
         stop = min(self._first_micro_batch(round_index + 1), left)
         samples = (stop - first) * sampler.batch_size
-        has_last_batch = first < stop == left
-        if has_last_batch and isinstance(sampler.sampler, Sized) and not sampler.drop_last:
-            # 7 samples in batches of 3: the three batches have room for 9, so the last one lacks 2.
-            samples -= len(sampler) * sampler.batch_size - len(sampler.sampler)
-        return samples
+        has_last_batch = first < stop and stop == left
+        if not has_last_batch or sampler.drop_last or not isinstance(sampler.sampler, Sized):
+            return samples
+        # 7 samples in batches of 3: the three batches have room for 9, so the last one lacks 2.
+        num_lacking = len(sampler) * sampler.batch_size - len(sampler.sampler)
+        return samples - num_lacking
 
     def position(self, batch: int) -> dict[str, int]:
         """Return `batch` and `micro_batches`, the number of micro-batches consumed by all ranks in `batch` rounds."""
@@ -473,9 +514,9 @@ class BatchShard(Dealer):
     def __iter__(self) -> Iterator[Any]:
         first = self._anchor_micro_batch + self._first_micro_batch(self._start_round) + self.rank
         key = epoch_key(self.seed, self.epoch)
-        for generator, initial_seed in self._torch_generators:
-            seed = derive_key(mix_seeds(initial_seed, key), self.epoch)
-            generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+        for held in self._torch_generators:
+            seed = derive_key(mix_seeds(held.initial_seed, key), self.epoch)
+            held.generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)  # an int64 that is not negative
         for number, other in enumerate(self._other_generators):
             other.seed(derive_key(key, number))
         with isolate_rng():
@@ -503,7 +544,8 @@ class BatchShard(Dealer):
         return self._of_completed_rounds(batches, first - self.rank)
 
     def _of_completed_rounds(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        rows_of_rounds = self._real_rows
+        """Yield this rank's batches from the round of micro-batch `first` on, and fill `_real_rows`."""
+        rows_of_rounds = self._real_rows  # this iteration's dict: `start` sets a new one for the next
         round_index = self._start_round
         size = getattr(self.batch_sampler, "batch_size", None)
         lists = (batch if isinstance(batch, (list, tuple)) else _Single([batch]) for batch in batches)
@@ -521,19 +563,20 @@ class BatchShard(Dealer):
             return int(resume["micro_batches"])
         # The position of a ShardedBatchSampler: 10 samples are 3 micro-batches of 4, the last of which was short.
         if self.batch_size is not None and "samples" in resume:
-            return -(-int(resume["samples"]) // self.batch_size)
+            return _divide_up(int(resume["samples"]), self.batch_size)
         return int(resume["batch"]) * self.world
 
 
 class _Single(list[Any]):
-    """The entry of a sampler that yields single indices."""
+    """List of one index from a sampler that yields single indices. The caller receives the index itself."""
 
 
 class SplitBatchShard(BatchShard):
     """Batch sampler that divides each batch of a user's batch sampler over the ranks. Round i is the sampler's batch i.
 
-    A rank's part has `batch_size // world` indices. If the batch size is unknown, each batch is divided evenly. If a
-    short batch has no index for a rank, the rank gets the batch's first index as padding.
+    A rank's part has `batch_size // world` indices. If the batch size is unknown, each batch is divided into equal
+    parts, of which the last ones may be short. If a batch has no index for a rank, the rank gets the batch's first
+    index as padding.
 
     Args:
         batch_sampler: an iterable of lists of indices, the same on every rank.
@@ -541,7 +584,7 @@ class SplitBatchShard(BatchShard):
         seed: seed of the run. Default: 0.
         seeding: see `ShardedBatchSampler`. Default: `"none"`.
         completes: complete a short batch with samples of the first batch, or without a batch size let a rank without a
-            part use the batch's first index as a sample. Default: False.
+            part use the batch's first index as a sample rather than as padding. Default: False.
     """
 
     def __init__(
@@ -554,14 +597,16 @@ class SplitBatchShard(BatchShard):
         seeding: Seeding = "none",
         completes: bool = False,
     ) -> None:
-        # Every rank draws every batch, so the rounds are those of one rank of one.
+        # Every rank draws every batch. In the base class, `rank` is therefore 0 and `world` is 1, so that micro-batch i
+        # is round i.
         super().__init__(batch_sampler, seed=seed, seeding=seeding)
         self.completes = completes
-        self._part = rank
+        self._part_index = rank
         self._num_parts = world
         size = getattr(batch_sampler, "batch_size", None)
         self._part_size = None if size is None else size // world
         self.batch_size = None if self._plain is None else self._part_size
+        # {round: `real_ranks`} of the read rounds in which some rank's part is padding. Iterations fill it.
         self._short_rounds: dict[int, int] = {}
         if seeding == "batch":
             self.stream = rank  # the parts of a batch have one micro-batch index, and would have one seed
@@ -569,11 +614,13 @@ class SplitBatchShard(BatchShard):
     def counts(self) -> list[int] | None:
         """Return a list with the number of batches of each rank, which are equal; None if unknown."""
         counts = super().counts()
-        return None if counts is None else counts * self._num_parts
+        if counts is None:
+            return None
+        return [counts[0]] * self._num_parts
 
     def has_batch(self, round_index: int) -> bool:
         """Return whether this rank's part of a round is not padding. The round must have been read."""
-        return self._part < self.real_ranks(round_index)
+        return self._part_index < self.real_ranks(round_index)
 
     def real_ranks(self, round_index: int) -> int:
         """Return the number of ranks whose part of a round is not padding. The round must have been read."""
@@ -584,10 +631,8 @@ class SplitBatchShard(BatchShard):
         super().start(batch)
         self._short_rounds = {}
 
-    def facts(self) -> dict[str, Any]:
-        return {"num_batches": self._num_batches()}
-
     def _of_rank(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        # This iteration's dicts: `start` sets new ones for the next.
         short_rounds = self._short_rounds
         rows_of_rounds = self._real_rows
         round_index = self._start_round
@@ -596,11 +641,11 @@ class SplitBatchShard(BatchShard):
             if first_batch is None:
                 first_batch = batch
             if number < first:
-                continue
+                continue  # only after the first batch is stored, which completes short batches
             # A short batch of 5 indices on 4 ranks with parts of 2: the ranks get 2, 2, 1 and none. If rounds are
             # completed, 3 indices of the first batch follow.
-            size = self._part_size or -(-len(batch) // self._num_parts)
-            start = self._part * size
+            size = self._part_size or _divide_up(len(batch), self._num_parts)
+            start = self._part_index * size
             indices = batch
             if self.completes:
                 num_rows = min(size, max(0, len(batch) - start))
@@ -609,12 +654,17 @@ class SplitBatchShard(BatchShard):
                 if self._part_size:
                     indices = completed(batch, first_batch, size * self._num_parts)
             else:
-                num_ranks = min(self._num_parts, -(-len(batch) // size))
+                num_ranks = min(self._num_parts, _divide_up(len(batch), size))
                 if num_ranks < self._num_parts:
                     short_rounds[round_index] = num_ranks
             part = list(indices[start : start + size])
             round_index += 1
             yield part or list(batch[:1])
+
+
+def _divide_up(number: int, divisor: int) -> int:
+    """Return the quotient, rounded up: 3 for 5 and 2."""
+    return -(-number // divisor)
 
 
 def _plain_index(index: object) -> int | str:
