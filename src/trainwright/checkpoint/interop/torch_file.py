@@ -309,7 +309,7 @@ class _StorageReference(NamedTuple):
     def of(cls, placeholder: object) -> _StorageReference:
         if type(placeholder) is not Placeholder or placeholder.name != STORAGE or placeholder.args is None:
             raise ValueError("a tensor without a storage")
-        # The persistent id of torch: ("storage", class, key, device, size). Files of torch before 1.6 have a sixth item,
+        # The persistent id: ("storage", class, key, device, size). Files of torch before 1.6 have a sixth item,
         # the view or None.
         _, kind, key, _device, size, *view = placeholder.args[0]
         if type(kind) is not Placeholder or type(key) is not str:
