@@ -126,8 +126,8 @@ def replace_weights(
         The model's files. The index, if the model has one, is the last.
 
     Raises:
-        CheckpointError: the disk is full, the folder cannot be written, or a tensor cannot be stored. The message says
-            whether the folder has the previous or the new model.
+        CheckpointError: the disk is full, the folder cannot be written, or a tensor cannot be stored. The folder has
+            the previous model, unless the message says that it has the new one.
     """
     folder = folder.absolute()
     sizes = {name: weight.like.nbytes for name, weight in weights.items()}
