@@ -109,7 +109,7 @@ class _InertUnpickler(pickle._Unpickler):
     read: Callable[[int], bytes]
 
     def __init__(self, file: io.BytesIO, origin: str) -> None:
-        # Python 2's text is bytes in pickles, which `torch.save` of old versions wrote.
+        # For the 8-bit text of Python 2. `torch.load` has the same default.
         super().__init__(file, encoding="utf-8")
         # Replaces the class's table of operations.
         self.dispatch = _Operations(origin)  # type: ignore[misc]  # per instance
