@@ -151,11 +151,12 @@ class PipelineEngine(FSDPEngine):
         model = self._shard(task, own_stages)
         self.pipeline.release = model.reshard
         self._narrow_unsharded(task)
-        parameters = dict(task.named_parameters())
-        for name in self._stages_of.ties:
-            # The gradient norm counts a tied parameter once: on the rank of its first stage.
-            if self._stages_of.owner(name) not in links.own:
-                model.counted[id(parameters[name])] = False
+        # After `_sum_shared`, several ranks have the gradient of a parameter in several stages or in no stage. The
+        # gradient norm counts it once: on the rank of the stage that owns the parameter.
+        for name, parameter in task.named_parameters():
+            is_on_several_ranks = name in self._stages_of.ties or self._stages_of.is_in_no_stage(name)
+            if is_on_several_ranks and self._stages_of.owner(name) not in links.own:
+                model.counted[id(parameter)] = False
         # An ExitStack undoes the last change first: the calls of modules, then the wrappers of layers.
         self._undo_pipeline = ExitStack()
         self._undo_pipeline.callback(recomputed.unwrap)
@@ -227,15 +228,33 @@ class PipelineEngine(FSDPEngine):
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters that are in several stages or in no stage. Collective."""
         parameters = dict(self._model.named_parameters())
-        ranks = self.data_ranks
-        if ranks.group is not None:
-            for name, parameter in parameters.items():
-                # FSDP averages gradients only in the modules of stages.
-                if self._stages_of.is_in_no_stage(name) and parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=ranks.group)
-                    parameter.grad /= ranks.size
+        in_no_stage: list[nn.Parameter] = []
+        for name, parameter in parameters.items():
+            if self._stages_of.is_in_no_stage(name) and parameter.requires_grad:
+                in_no_stage.append(parameter)
+        if in_no_stage:
+            self._sum_in_no_stage(in_no_stage)
         for name, stages in self._stages_of.ties.items():
             self._sum_tied(parameters[name], stages)
+
+    def _sum_in_no_stage(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of parameters in no stage over stages, and average them over data-parallel ranks.
+
+        FSDP averages only the gradients of parameters in stages. Every rank steps a parameter in no stage, so every
+        rank needs the same gradient. Each stage computes a part of it: positions that are added before the layers have
+        a gradient in the first stage, a scale after the layers has one in the last stage.
+        """
+        has_gradient = [int(parameter.grad is not None) for parameter in parameters]
+        by_rank = self.processes.gather_integers(has_gradient)
+        ranks = self.data_ranks
+        for parameter, of_ranks in zip(parameters, zip(*by_rank, strict=True), strict=True):
+            if not any(of_ranks):
+                continue  # optimizers skip an unused parameter, whose gradient is None
+            gradient = _grad_shard(parameter)  # zeros in stages that do not use the parameter
+            dist.all_reduce(gradient, group=self.pipeline.links.group)
+            if ranks.group is not None:
+                dist.all_reduce(gradient, group=ranks.group)
+                gradient /= ranks.size
 
     def _sum_tied(self, parameter: nn.Parameter, stages: Sequence[int]) -> None:
         """Sum the gradients of a parameter in several stages on the rank of the first stage, and send back the sum."""
