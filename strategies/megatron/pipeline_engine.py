@@ -144,7 +144,7 @@ class PipelineEngine(FSDPEngine):
         recomputed.wrap(task, recomputed_layers)
         stages = find_stages(task, num_stages, options.split_points)
         self.pipeline = Pipeline(task, stages, links)
-        self._stages_of = TensorStages.of(task, self.pipeline.modules)
+        self._tensor_stages = TensorStages.of(task, self.pipeline.modules)
 
         own_stages = nn.ModuleList(self.pipeline.modules[stage] for stage in links.own)
         self._build_weights(task, own_stages)
@@ -154,8 +154,8 @@ class PipelineEngine(FSDPEngine):
         # After `_sum_shared`, several ranks have the gradient of a parameter in several stages or in no stage. The
         # gradient norm counts it once: on the rank of the stage that owns the parameter.
         for name, parameter in task.named_parameters():
-            is_on_several_ranks = name in self._stages_of.ties or self._stages_of.is_in_no_stage(name)
-            if is_on_several_ranks and self._stages_of.owner(name) not in links.own:
+            is_on_several_ranks = name in self._tensor_stages.ties or self._tensor_stages.is_in_no_stage(name)
+            if is_on_several_ranks and self._tensor_stages.owner(name) not in links.own:
                 model.counted[id(parameter)] = False
         # An ExitStack undoes the last change first: the calls of modules, then the wrappers of layers.
         self._undo_pipeline = ExitStack()
@@ -178,7 +178,7 @@ class PipelineEngine(FSDPEngine):
             if module.index not in self.pipeline.links.own:
                 free_module(task, module, kept)
         for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
-            if self._stages_of.is_in_no_stage(name):
+            if self._tensor_stages.is_in_no_stage(name):
                 tensor.data = tensor.data.to(self.device).contiguous()
                 dist.broadcast(tensor.detach(), src=0)
 
@@ -196,7 +196,7 @@ class PipelineEngine(FSDPEngine):
         dtype = self.precision.autocast_dtype
         if dtype is None or self._sharding() is None:
             return
-        in_no_stage = {id(p) for name, p in task.named_parameters() if self._stages_of.is_in_no_stage(name)}
+        in_no_stage = {id(p) for name, p in task.named_parameters() if self._tensor_stages.is_in_no_stage(name)}
         places = [(module, key) for module, key, parameter in own_parameters(task) if id(parameter) in in_no_stage]
         self.pipeline.narrow(dtype, places)
 
@@ -230,11 +230,11 @@ class PipelineEngine(FSDPEngine):
         parameters = dict(self._model.named_parameters())
         in_no_stage: list[nn.Parameter] = []
         for name, parameter in parameters.items():
-            if self._stages_of.is_in_no_stage(name) and parameter.requires_grad:
+            if self._tensor_stages.is_in_no_stage(name) and parameter.requires_grad:
                 in_no_stage.append(parameter)
         if in_no_stage:
             self._sum_in_no_stage(in_no_stage)
-        for name, stages in self._stages_of.ties.items():
+        for name, stages in self._tensor_stages.ties.items():
             self._sum_tied(parameters[name], stages)
 
     def _sum_in_no_stage(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -281,7 +281,7 @@ class PipelineEngine(FSDPEngine):
         make: Callable[..., ShardedState] = PipelineState,
     ) -> ShardedState:
         make = partial(
-            make, links=self.pipeline.links, stages_of=self._stages_of, mesh=self.mesh, processes=self.processes
+            make, links=self.pipeline.links, tensor_stages=self._tensor_stages, mesh=self.mesh, processes=self.processes
         )
         return super()._state_of(module, optimizers, names, make)
 
@@ -294,7 +294,7 @@ class PipelineEngine(FSDPEngine):
                     dist.broadcast(local_shard(buffer), group=group, group_src=0)
         links = self.pipeline.links
         for name, buffer in self.task.named_buffers():
-            if self._stages_of.is_in_no_stage(name):
+            if self._tensor_stages.is_in_no_stage(name):
                 dist.broadcast(buffer, links.global_rank(-1), group=links.group)
 
     # End of a stage of the run
