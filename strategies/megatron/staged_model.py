@@ -359,8 +359,8 @@ class Pipeline:
             if is_nan:
                 raise TaskError(
                     f"argument {name} of {type(module).__name__} in {self._task_name} comes from another pipeline "
-                    "stage, or is NaN. Only the first output of a stage's last layer is sent to the next stage. Compute "
-                    "the other values from the batch, or choose other stages."
+                    "stage, or is NaN. Only the first output of a stage's last layer is sent to the next stage. "
+                    "Compute the other values from the batch, or choose other stages."
                 )
 
     def _skipped(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
