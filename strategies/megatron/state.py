@@ -130,7 +130,7 @@ class PipelineState(ShardedState):
 
         Args:
             stage: The stage that owns the tensor. None if every rank has the tensor.
-            tensor: The tensor. Ranks without the stage pass a tensor on the device `meta`, which is ignored.
+            tensor: The tensor. Ignored on ranks without the stage.
             keep: False if this rank gets a tensor on the device `meta` instead of the value.
         """
         if stage is None:
