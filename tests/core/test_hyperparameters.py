@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.hyperparameters import kept_and_left_out
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
@@ -47,6 +49,29 @@ def test_a_name_that_is_no_argument_is_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match="no argument 'widht'; it has: width"):
         Misspelt(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({None: 1}, "options has the key None, and keys must be text"),
+        ({None: 1, 2: torch.zeros(1)}, "options has the key None, and keys must be text"),
+        ({"inner": {None: 1}}, "options.inner has the key None, and keys must be text"),
+    ],
+)
+def test_a_dict_with_the_key_none_is_left_out(value: dict[Any, Any], reason: str) -> None:
+    with pytest.warns(TrainwrightWarning, match=reason):
+        task = Task(4, options=value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "options" not in task.saved_hyperparameters()["hyper_parameters"]
+
+
+def test_a_set_with_none_and_an_object_is_left_out() -> None:
+    others = [object() for _ in range(64)]  # None comes before one of these in at least one of the sets
+    reasons = [kept_and_left_out({"names": {None, other}})[1] for other in others]
+    assert reasons == [{"names": "names holds a object"}] * len(others)
+    assert kept_and_left_out({"names": {None, "a"}})[1] == {}
 
 
 class Colour(enum.Enum):
