@@ -44,7 +44,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self._run: Run | None = None  # set by the Trainer for the time of a stage, through the property `trainer`
+        # The Trainer, which sets it through the property `trainer` when a stage begins. It remains after the stage.
+        self._run: Run | None = None
         # The receiver of logged values: a MetricBuffer during a stage's epochs, or None. Set by `log_into`.
         self._sink: Any = None
 
@@ -422,15 +423,15 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     @property
     def trainer(self) -> Run:
-        """The Trainer that runs this task.
+        """The Trainer that runs this task, or has run it last.
 
         Raises:
-            TaskError: no Trainer is running the task.
+            TaskError: no Trainer has run the task yet.
         """
         run = self.__dict__.get("_run")
         if run is None:
             raise TaskError(
-                f"{type(self).__name__} is not attached to a Trainer; this is available only while a Trainer runs it."
+                f"{type(self).__name__} is not attached to a Trainer; this is available from a Trainer's first stage on."
             )
         return run  # type: ignore[no-any-return]  # nn.Module keeps its attributes in an untyped dict
 
