@@ -431,7 +431,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         run = self.__dict__.get("_run")
         if run is None:
             raise TaskError(
-                f"{type(self).__name__} is not attached to a Trainer; this is available from a Trainer's first stage on."
+                f"{type(self).__name__} is not attached to a Trainer; this is available once a Trainer runs it."
             )
         return run  # type: ignore[no-any-return]  # nn.Module keeps its attributes in an untyped dict
 
