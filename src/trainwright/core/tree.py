@@ -85,7 +85,7 @@ def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any
 
 
 def copy_containers(tree: Any) -> Any:
-    """Return `tree` with new containers and the same leaves. Changes to containers of the result do not affect `tree`."""
+    """Return `tree` with new containers and the same leaves. Changes to the new containers do not affect `tree`."""
     if isinstance(tree, tuple) and callable(getattr(tree, "to", None)):  # a PackedSequence
         return tree
     return rebuild(tree, copy_containers)
@@ -119,9 +119,7 @@ def restore_attributes(owner: object, skip: Collection[str]) -> Iterator[None]:
 
 
 def iterate_tensors(tree: object) -> Iterator[torch.Tensor]:
-    """Yield every tensor of `tree`, depth first. Other than `map_tensors`, this also looks into named tuples and
-    mappings that have a `to` method.
-    """
+    """Yield every tensor of `tree`, depth first, also those of containers with a `to` method, unlike `map_tensors`."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
