@@ -33,7 +33,8 @@ _PREFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 # A number, a prefix and a unit (`2.5M samples`, `1e3 steps`, `1_000 steps`), or a number with a unit of time directly
 # after it (`30s`). `10min` is the second form: in the first, a space stands before the unit.
 _TEXT = re.compile(
-    r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*|\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(s|min|h|d)\s*"
+    r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*"
+    r"|\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(s|min|h|d)\s*"
 )
 _CLOCK = re.compile(r"\s*(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})\s*")  # days:hours:minutes:seconds
 

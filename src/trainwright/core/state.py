@@ -73,8 +73,8 @@ class TrainState:
         Raises:
             CheckpointError: a count is not a number, negative or not finite. No field has been set.
         """
-        # Check all values before setting one, so that an error leaves the state unchanged. A field that an older version
-        # did not save keeps its current value.
+        # Check all values before setting one: an error leaves the state unchanged. A field that an older version did
+        # not save keeps its current value.
         for f in dataclasses.fields(self):
             value = values.get(f.name, 0)
             is_count = isinstance(value, (int, float)) and 0 <= value < math.inf
