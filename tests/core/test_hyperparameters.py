@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import enum
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,20 +50,10 @@ def test_a_name_that_is_no_argument_is_an_error() -> None:
         Misspelt(1)
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ({None: 1}, "options has the key None, and keys must be text"),
-        ({None: 1, 2: torch.zeros(1)}, "options has the key None, and keys must be text"),
-        ({"inner": {None: 1}}, "options.inner has the key None, and keys must be text"),
-    ],
-)
-def test_a_dict_with_the_key_none_is_left_out(value: dict[Any, Any], reason: str) -> None:
-    with pytest.warns(TrainwrightWarning, match=reason):
-        task = Task(4, options=value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert "options" not in task.saved_hyperparameters()["hyper_parameters"]
+def test_the_key_none_hides_no_other_key() -> None:
+    assert kept_and_left_out({"names": {None: 1, "a": 2}})[1] == {}
+    left_out = {"names": "names.inner has the key 2, and keys must be text"}
+    assert kept_and_left_out({"names": {"inner": {None: 1, 2: 3}}})[1] == left_out
 
 
 def test_a_set_with_none_and_an_object_is_left_out() -> None:

@@ -404,7 +404,7 @@ def _reason(value: Any, path: str) -> str | None:
         return next((reason for reason in reasons if reason is not None), None)
     if kind in (dict, OrderedDict):
         for key, item in value.items():
-            if type(key) is not str:
+            if key is not None and type(key) is not str:
                 return f"{path} has the key {key!r}, and keys must be text"
             reason = _reason(item, f"{path}.{key}")
             if reason is not None:

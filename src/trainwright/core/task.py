@@ -46,7 +46,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         super().__init__(*args, **kwargs)
         # The Trainer, which sets it through the property `trainer` when a stage begins. It remains after the stage.
         self._run: Run | None = None
-        # The receiver of logged values: a MetricBuffer during a stage's epochs, or None. Set by `log_into`.
+        # The receiver of logged values, set by `log_into`: a MetricBuffer from the end of a stage's setup to its end,
+        # else None.
         self._sink: Any = None
 
     # For the user to define
@@ -268,7 +269,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
                     if id(parameter) not in kept_ids and parameter.requires_grad:
                         parameter.requires_grad_(False)
                         disabled.append(parameter)
-        # In the instance's dict only while an optimizer is toggled. Not nn.Module's __setattr__, which is for modules.
+        # In the instance's dict only while an optimizer is toggled.
         object.__setattr__(self, "_toggled", disabled)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
