@@ -91,7 +91,7 @@ class _Recorder(Callback):
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         if result.loss is not None:
             self._replay.losses[trainer.state.step] = float(result.loss)
-        if result.grad_norm is not None:  # the strategy's own norm is more accurate than that of the parameters here
+        if result.grad_norm is not None:  # the norm that the run logs, if it was computed
             self._replay.grad_norms[trainer.state.step] = float(result.grad_norm)
         if trainer.state.step >= self._replay.step:
             trainer.request_stop("the step to replay is complete", closes_epoch=False)
