@@ -195,7 +195,7 @@ def _progress_charts(run: RunFiles, *, has_rate: bool) -> list[dict[str, Any]]:
                 add("Learning rate", "lr" if len(rates) == 1 else f"group {i}", rate)
         if "grad_norm" in line:
             add("Gradient norm before clipping", "norm", float(line["grad_norm"]))
-        # `seconds`, `samples` and `tokens` are totals, which begin at 0 again in a resumed process.
+        # `seconds`, `samples` and `tokens` are totals of the run. Equal totals give no throughput.
         if previous is not None and line["seconds"] > previous["seconds"]:
             seconds = line["seconds"] - previous["seconds"]
             for unit in ("samples", "tokens"):
