@@ -37,7 +37,9 @@ _PLAN = (
     "loggers",
 )
 # Keys of a stage's first line that other tables show, or no table. All other keys are in the table "Environment".
-_NOT_ENVIRONMENT = frozenset({*_PLAN, "event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code"})
+_NOT_ENVIRONMENT = frozenset(
+    {*_PLAN, "event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code"}
+)
 
 
 def report(argv: Sequence[str]) -> int:
