@@ -219,7 +219,7 @@ def _curve(points: list[tuple[int, float]]) -> Curve:
 
 
 def _chart(title: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
-    """Return a chart for the script: `{"title": …, "series": [{"name": "loss", "steps": "eJx…", "values": "eJx…"}]}`."""
+    """Return a chart for the script: `{"title": …, "series": [{"name": "loss", "steps": "eJx…", "values": …}]}`."""
     series: list[dict[str, str]] = []
     for name, curve in curves.items():
         # Differences of steps repeat, and compress to almost nothing. The script adds them up again.
