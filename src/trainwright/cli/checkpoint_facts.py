@@ -238,10 +238,10 @@ class _OnDemand(Mapping[str, torch.Tensor]):
 
 
 def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
-    """Return the class, the names of the state and the groups of an optimizer:
+    """Return the class, the names of the state and the groups of an optimizer.
 
-    {"class": "AdamW", "state": "exp_avg, exp_avg_sq, step, for 12 of 12 parameters",
-     "groups": [{"parameters": 12, "lr": 0.001, …}]}
+    Example: `{"class": "AdamW", "state": "exp_avg, step, for 12 of 12 parameters", "groups": [{"parameters": 12,
+    "lr": 0.001, …}]}`.
     """
     raw = _raw(folder, stem)
     groups: list[dict[str, Any]] = []

@@ -37,8 +37,8 @@ def report_old_uses(program: Program, trainers: set[str]) -> None:
 def imports_of_face(program: Program) -> dict[str, str]:
     """Return the local names that are imported from Trainwright, with their dotted names.
 
-    import trainwright as tw; from trainwright import Trainer
-    {"tw": "trainwright", "Trainer": "trainwright.Trainer"}
+    Example: `{"tw": "trainwright", "Trainer": "trainwright.Trainer"}` for `import trainwright as tw` and
+    `from trainwright import Trainer`.
     """
     imported: dict[str, str] = {}
     for node in ast.walk(program.tree):

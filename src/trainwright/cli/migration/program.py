@@ -67,10 +67,11 @@ class Scope:
 class Import:
     """A name that an import statement imports from Lightning or Accelerate.
 
-    statement                                   local        path
-    import lightning.pytorch                    lightning    lightning
-    import lightning.pytorch as pl              pl           lightning.pytorch
-    from lightning.pytorch import Trainer as T  T            lightning.pytorch.Trainer
+    Values of `local` and `path` for three statements:
+
+        import lightning.pytorch                    lightning    lightning
+        import lightning.pytorch as pl              pl           lightning.pytorch
+        from lightning.pytorch import Trainer as T  T            lightning.pytorch.Trainer
     """
 
     node: ast.Import | ast.ImportFrom
