@@ -46,7 +46,7 @@ def plan(argv: Sequence[str]) -> int:
         run_plan = built.trainer.plan(
             built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, setup_data=wanted.setup_data, **loading
         )
-    # The Trainer only sees an argument or its default. Name the file or the command line that sets it.
+    # The Trainer records "argument" or "default" as the source. Name the file or the command line instead.
     sources = _sources(line)
     planned: dict[str, PlannedSetting] = {}
     for name, setting in run_plan.settings.items():
