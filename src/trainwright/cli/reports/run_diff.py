@@ -170,6 +170,8 @@ class _Parting:
 
 def _parting(first: Curve, second: Curve, tolerance: float) -> _Parting | None:
     """Return where two curves differ, or None for curves with equal values at all common steps."""
+    first = _without_repeats(first)
+    second = _without_repeats(second)
     steps, at_first, at_second = np.intersect1d(first.steps, second.steps, return_indices=True)
     if not len(steps):
         start = int(min(first.steps[0], second.steps[0]))
@@ -184,6 +186,12 @@ def _parting(first: Curve, second: Curve, tolerance: float) -> _Parting | None:
         far = unequal & ~(np.abs(a - b) <= tolerance * np.maximum(np.abs(a), np.abs(b)))
     far_step = int(steps[far.argmax()]) if far.any() else None
     return _Parting(int(steps[unequal.argmax()]), far_step, float(a[-1]), float(b[-1]))
+
+
+def _without_repeats(curve: Curve) -> Curve:
+    """Return the last value of each step. A run that resumes, or rolls back, logs steps again."""
+    is_last = np.append(np.diff(curve.steps) > 0, True)
+    return Curve(curve.steps[is_last], curve.values[is_last])
 
 
 def _text(differences: Mapping[str, list[list[Any]]], first: RunFiles, second: RunFiles) -> str:

@@ -231,7 +231,8 @@ def _read_curves(folder: Path, run: RunFiles) -> None:
             with damage_named(file):
                 read(file, points)
                 # After each file, so that an error of a value names the file that contains it.
-                curves = {name: _curve(values) for name, values in sorted(points.items())}
+                # A column of a CSV file may have no values.
+                curves = {name: _curve(values) for name, values in sorted(points.items()) if values}
         if points:
             run.sources += files
             run.curves = curves

@@ -51,7 +51,7 @@ class Replay:
         samples: data set indices of the last step's samples; empty if unknown.
         skipped: data that `on_nonfinite` has skipped, in all replayed steps.
 
-    Steps without a loss (manual optimization), without an optimizer step or without data are not in the dicts.
+    A step without a loss (manual optimization) or without a step of the optimizer is missing in the dicts.
     """
 
     step: int
