@@ -152,6 +152,11 @@ def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytes
     assert folder.is_dir()
 
 
+def test_merge_weights_names_its_own_option_for_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge-weights", str(tmp_path), str(tmp_path / "out"), "--max_shard_size", "5 parsecs"]) == 2
+    assert "--max_shard_size='5 parsecs', expected a size" in capsys.readouterr().err
+
+
 def test_merge_fsdp_weights_removes_the_shards_if_asked(tmp_path: Path) -> None:
     folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
     with pytest.raises(CheckpointError, match="would be removed"):
