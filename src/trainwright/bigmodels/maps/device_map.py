@@ -83,7 +83,6 @@ def infer_auto_device_map(
     assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
     _warn_of_skipped_devices(outline, assignment, budgets)
     device_map = _by_name(outline, assignment)
-    # Before the map is cleaned: the warnings need the modules that were placed one by one.
     if not offload_buffers:
         buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         _warn_of_buffers(outline, device_map, assignment, budgets, buffer_sizes)
