@@ -87,7 +87,8 @@ def infer_auto_device_map(
         buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         _warn_of_buffers(outline, device_map, assignment, budgets, buffer_sizes)
     if verbose:
-        report = explain(outline, budgets, assignment, clean_device_map(dict(device_map)))
+        cleaned = clean_device_map(dict(device_map))
+        report = explain(outline, budgets, assignment, cleaned, fallback=fallback_allocation)
         sys.stdout.write(f"{report}\n")
     if clean_result:
         clean_device_map(device_map)
@@ -111,7 +112,8 @@ def explain_device_map(
     )
     budgets = _with_disk(max_memory)
     assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
-    return explain(outline, budgets, assignment, clean_device_map(_by_name(outline, assignment)))
+    device_map = clean_device_map(_by_name(outline, assignment))
+    return explain(outline, budgets, assignment, device_map, fallback=fallback_allocation)
 
 
 def _by_name(outline: Outline, assignment: DeviceAssignment) -> dict[str, Device]:
