@@ -202,13 +202,17 @@ class AlignDevicesHook(ModelHook):
             span = None if locate is None else locate(slot.name)
             if span is not None:
                 self._spans[slot.name] = span
+        former_bytes = self.num_bytes
         self._ready = []
         self._files = tuple({span.file for span in self._spans.values()})
         with without_guard():
             self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
         # Weights in host memory that are used on the CPU are neither read nor copied.
         needs_fetch = bool(self._slots) and (bool(self._spans) or self.execution_device != _CPU)
-        if self.prefetcher is not None and needs_fetch:
+        if self.prefetcher is None or not needs_fetch:
+            self._number = _NOT_PREFETCHED
+        elif self._number == _NOT_PREFETCHED or self.num_bytes != former_bytes:
+            # A unit of the same size keeps its number: the prefetcher counts the bytes of each number.
             self._number = self.prefetcher.add(self)
 
     def note_shared(self, present: Collection[int]) -> None:
@@ -252,7 +256,6 @@ class AlignDevicesHook(ModelHook):
         """Discard prefetched weights, because values have changed."""
         if self.prefetcher is not None:
             self.prefetcher.discard()
-        self._number = _NOT_PREFETCHED
         self._locate_weights()
 
     def release(self, module: nn.Module) -> bool:

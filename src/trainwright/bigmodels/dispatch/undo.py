@@ -37,7 +37,7 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
             table.update(former)
         for hook, state in hooks:
             hook.__dict__.update(state)
-            hook.forget()  # discards prefetched weights, and registers the hook again
+            hook.forget()  # discards prefetched weights
         for parameter, device in devices:
             if parameter.device != device:  # in place, for other references to the parameter
                 parameter.data = parameter.data.to(device)
