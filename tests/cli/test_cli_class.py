@@ -258,3 +258,8 @@ def test_values_that_yaml_cannot_represent_are_omitted_also_in_lists() -> None:
     parser.add_argument("--values", type=list[Any], default=[1, lambda: 2, {"function": lambda: 3, "number": 4}])
     written = yaml.safe_load(resolved_yaml(parser, parser.parse_args([])))
     assert written == {"values": [1, {"number": 4}]}
+
+
+def test_settings_of_a_stage_that_are_no_mapping_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="the settings of the stage 'fit' are 3. Write a mapping"):
+        CLI(Net, args={"fit": 3})

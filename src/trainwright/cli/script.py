@@ -239,7 +239,14 @@ class CLI:
         if stage not in names:
             raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(stage or '', names)}")
         stage_config = config.get(stage)
-        return _StageRequest(stage, words, dict(stage_config) if isinstance(stage_config, Mapping) else {})
+        if stage_config is None:  # no settings, or `fit:` with nothing after it
+            stage_config = {}
+        if not isinstance(stage_config, Mapping):
+            raise ConfigurationError(
+                f"the settings of the stage {stage!r} are {stage_config!r}. Write a mapping, such as "
+                f"{{'{stage}': {{'trainer': {{'max_epochs': 3}}}}}}."
+            )
+        return _StageRequest(stage, words, dict(stage_config))
 
     def _make_parser(self) -> Any:
         """Build the parser, with the arguments of the stage `subcommand`. Set `_stage_arguments`."""
