@@ -261,5 +261,5 @@ def test_values_that_yaml_cannot_represent_are_omitted_also_in_lists() -> None:
 
 
 def test_settings_of_a_stage_that_are_no_mapping_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="the settings of the stage 'fit' are 3. Write a mapping"):
+    with pytest.raises(ConfigurationError, match=r"the settings of the stage 'fit' are 3\. Write a mapping"):
         CLI(Net, args={"fit": 3})

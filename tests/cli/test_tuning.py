@@ -222,6 +222,18 @@ def test_the_total_counts_samples_of_the_batch_size_that_is_set(monkeypatch: pyt
     assert (total.before, total.after, total.unit) == (400.0, 800.0, "/s")
 
 
+def test_a_failed_trial_of_all_kept_changes_leaves_the_total_without_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(self: Tuning, overrides: Sequence[str] = ()) -> TrialRun:
+        raise TrialError("RuntimeError: out of memory")
+
+    monkeypatch.setattr(Tuning, "config", lambda self, overrides=(): {})
+    monkeypatch.setattr(Tuning, "trial", trial)
+    tuning = Tuning([], 1, 1, 2, lambda row: None)
+    tuning.rows = [TriedChange("workers", "", kept=True), TriedChange("fused", "", kept=True)]
+    total = tuning.total()
+    assert total == TriedChange("total", "not measured: failed: RuntimeError: out of memory")
+
+
 def test_a_batch_size_that_is_named_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     _measures(monkeypatch)
     monkeypatch.setitem(REMEDIES, "batch_size", REMEDIES["batch_size"].__class__("data", "batch_size", _double, None))

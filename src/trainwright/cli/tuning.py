@@ -318,6 +318,7 @@ class Tuning:
         """Return the row for all kept remedies together, or None without kept remedies.
 
         Several kept remedies are compared to the configuration without any of them, in further trials. One needs none.
+        If a trial fails, the row has no times.
         """
         rows = [row for row in self.rows if row.kept]
         if not rows:
@@ -334,7 +335,10 @@ class Tuning:
                 sizes = (size, sizes_now[key])
                 tolerance = None  # steps of other batches have other losses
                 break
-        before, after = self.compare([], self.kept)
+        try:
+            before, after = self.compare([], self.kept)
+        except TrialError as error:
+            return TriedChange("total", f"not measured: failed: {error}")
         return replace(judge("total", before, after, tolerance, sizes), result="")
 
 
