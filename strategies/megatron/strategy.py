@@ -272,6 +272,8 @@ def _plan(sequence_parallel: bool | str, tp: int, user_plan: GivenPlan | None) -
         sequence_parallel, tp: See `MegatronStrategy`.
         user_plan: The user's plan, or None. It is returned unless `sequence_parallel` selects a built-in plan.
     """
+    if sequence_parallel not in (True, False, "auto"):
+        raise ConfigurationError(f"sequence_parallel={sequence_parallel!r}: write True, False or 'auto'.")
     if not sequence_parallel:
         return user_plan
     if tp == 1 or user_plan is not None:

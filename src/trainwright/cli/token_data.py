@@ -77,6 +77,8 @@ def _show(options: argparse.Namespace) -> int:
         _print(file)
     elif 0 <= options.document < len(file):
         print(*file[options.document].tolist())
+    elif len(file) == 0:
+        raise ConfigurationError(f"--document {options.document}: {file.path} has no documents.")
     else:
         raise ConfigurationError(f"--document {options.document}: {file.path} has documents 0 to {len(file) - 1}.")
     return 0

@@ -229,6 +229,7 @@ def test_layers_are_divided_by_their_parameters() -> None:
         ({"pp": 3, "split_points": ["model.blocks.1"]}, 3, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, 2, r"is not a layer. Did you mean 'model.blocks.1'"),
         ({"pp": 2, "schedule": "1f2b"}, 2, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
+        ({"tp": 2, "sequence_parallel": "atuo"}, 2, "sequence_parallel='atuo': write True, False or 'auto'"),
         ({"pp": 2, "dp_shard": 2}, 6, "Start 4, or choose pp=2, dp_shard=3 or pp=3, dp_shard=2 for 6 processes"),
     ],
 )
