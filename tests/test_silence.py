@@ -28,7 +28,6 @@ IGNORED = {
     "on_before_batch_transfer.dataloader_idx": "as above",
     "transfer_batch_to_device.dataloader_idx": "as above",
     "on_after_batch_transfer.dataloader_idx": "as above",
-    "iterate_groups.rank": "where loaders have no length, `agree` tells the ranks apart",
     "measure_flops.model": "Lightning's signature; `forward_fn` holds the model, and everything that runs is counted",
     "get_state_dict.unwrap": "names are always the model's own",
     "move_parameter.module": "torch's signature of a hook",

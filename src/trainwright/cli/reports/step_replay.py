@@ -240,7 +240,7 @@ def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
 
     Args:
         checkpoint: folder of the checkpoint: `runs/net/checkpoints/step=20`.
-        named: folder of the run, as the user names it. Default: None, which searches from `runs/net` on.
+        named: folder of the run, as the user names it. None searches from `runs/net` on.
     """
     if named is not None:
         return read_run(named)
