@@ -82,7 +82,8 @@ def _read(saved: SavedTensor, like: DTensor) -> torch.Tensor:
     """Read the shard of this rank from a checkpoint."""
     boxes = boxes_of(like)
     if len(boxes) == 1:
-        return saved.read(boxes[0][0])
+        (box, _) = boxes[0]
+        return saved.read(box)
     shard = torch.empty(like.to_local().shape, dtype=saved.dtype)
     for box, place in boxes:
         shard[place] = saved.read(box)

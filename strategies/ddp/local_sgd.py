@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -171,7 +172,7 @@ class LocalSGDEngine(ParallelEngine):
 
     def _average_parameters(self) -> None:
         """Average all parameters over ranks, and copy rank 0's buffers to all ranks. Collective."""
-        self._average(parameter for model in list(self._models) for parameter in model.parameters())
+        self._average(chain.from_iterable(model.parameters() for model in list(self._models)))
         self._parameters_differ = False
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -180,7 +181,7 @@ class LocalSGDEngine(ParallelEngine):
         average_replicas(
             self.data_ranks,
             (parameter for parameter in parameters if id(parameter) not in frozen),
-            (buffer for model in list(self._models) for buffer in model.buffers()),
+            chain.from_iterable(model.buffers() for model in list(self._models)),
         )
 
     def begin_evaluation(self) -> None:

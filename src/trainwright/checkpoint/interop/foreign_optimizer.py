@@ -11,6 +11,7 @@ the optimizer has all of them in one group, and shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,13 +78,13 @@ def named_from_positions(
         positions_by_group = [list(group["params"]) for group in groups]
         state = {position: dict(values) for position, values in packed.get("state", {}).items()}
         # FSDP has the parameter's name instead of its position.
-        has_names = any(isinstance(position, str) for positions in positions_by_group for position in positions)
+        has_names = any(isinstance(position, str) for position in chain.from_iterable(positions_by_group))
         if not has_names:
             positions_by_group = [[int(position) for position in positions] for positions in positions_by_group]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is not the state of a torch optimizer: {error!r}.") from error
     if has_names:
-        name_of = {position: plain_name(str(position)) for positions in positions_by_group for position in positions}
+        name_of = {position: plain_name(str(position)) for position in chain.from_iterable(positions_by_group)}
     else:
         name_of = _names(groups, positions_by_group, state, weights, ordered, names)
     named_groups = []
@@ -117,7 +118,7 @@ def _names(
     names: Sequence[str] | None,
 ) -> dict[int, str]:
     """Return the parameter names by position, from the first source in the module's docstring that exists."""
-    all_positions = [position for positions in positions_by_group for position in positions]
+    all_positions = list(chain.from_iterable(positions_by_group))
     shapes = {position: _shape_of(state.get(position, {})) for position in all_positions}
     if names is None and all("param_names" in group for group in groups):
         # An optimizer that was created from `named_parameters()` saves them. The model may have been compiled.
