@@ -22,15 +22,16 @@ _AS_KIND: dict[Any, str] = {
 
 
 class MetricSettings(NamedTuple):
-    """Options of one key, with default values applied."""
+    """Options of one key, with default values applied; see `MetricBuffer.log`."""
 
     on_step: bool
     on_epoch: bool
     prog_bar: bool
     logger: bool
-    reduction: Reduction | None  # None: a function, after a resume, until `log` passes it again
+    # A name of `_KINDS` or a function. None after a resume, in place of a function, until `log` passes it again.
+    reduction: Reduction | None
     sync_dist: bool | None
-    main_only: bool
+    main_only: bool  # `rank_zero_only`
 
 
 class LogOptions(NamedTuple):
@@ -57,6 +58,10 @@ class LogOptions(NamedTuple):
             name: the metric's name, for errors.
             is_train: True in the train stage.
             has_batch: True during a step or a hook of a batch.
+
+        Raises:
+            ConfigurationError: neither `on_step` nor `on_epoch` is set, `on_step` is set outside of a step, or the
+                reduction is unknown.
         """
         in_training_step = is_train and self.in_step
         on_step = in_training_step if self.on_step is None else bool(self.on_step)
