@@ -37,7 +37,7 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
-        self._last_logged_step = 0
+        self._last_logged_step = 0  # completed steps at the latest log
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":

@@ -44,7 +44,7 @@ class GradientAccumulationScheduler(Callback):
 
     @property
     def epochs(self) -> list[int]:
-        """The 0-based epochs at which the number changes."""
+        """The 0-based epochs at which the number is set, in ascending order. The first is 0."""
         return list(self.scheduling)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
