@@ -50,6 +50,9 @@ class DeviceStatsMonitor(Callback):
         if self._logs_host(trainer.device):
             _host_statistics()  # fails early without psutil; its first percentage is since this call
 
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        self._last_logged_step = trainer.state.step  # a new run passes the steps of an earlier one again
+
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         step = trainer.state.step
         if step % trainer.log_every_n_steps or not trainer.is_global_zero:

@@ -84,8 +84,8 @@ class TQDMProgressBar(ProgressBar):
 def _bar_class() -> Any:
     """Return tqdm's class for a notebook with widgets, else its class for terminals.
 
-    The monitor thread, which only redraws rarely updated bars, is disabled, because a process with threads must not fork
-    loader workers.
+    The monitor thread, which only redraws rarely updated bars, is disabled, because a process with threads must not
+    fork loader workers.
     """
     module = "tqdm.notebook" if has_widgets() else "tqdm"
     base = require_package(module, purpose="TQDMProgressBar").tqdm
