@@ -249,10 +249,10 @@ class VersionedLogger(Logger):
         log.start(self._run)
         return log
 
-    def columns(self, metrics: Mapping[str, Any], *reserved: str) -> dict[str, Any]:
-        """Return `metrics` with prefixed names. Omit names of the file's `reserved` columns, with a warning."""
+    def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
+        """Return `metrics` with prefixed names. Omit names in `own`, the file's own columns, with a warning."""
         row = self.prefixed(metrics)
-        for name in reserved:
+        for name in own:
             if name in row:
                 del row[name]
                 self.warn_once(
