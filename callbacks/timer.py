@@ -27,7 +27,7 @@ class Timer(Callback):
     `AgreedClock`), and the other steps cost one comparison.
 
     Args:
-        duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, its arguments as a dict
+        duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, or its arguments as a dict
             (`{"hours": 12}`). None only measures. Default: None.
         interval: when to check: `"step"` or `"epoch"`. Default: `"step"`.
         verbose: print a message when time is up. Default: True.

@@ -88,7 +88,8 @@ class MetricBuffer:
     """Buffer of the values that tasks and callbacks log. The loop sets its attributes.
 
     Attributes:
-        in_step: True during a training or evaluation step (or a hook of one batch).
+        in_step: True from the first to the last step of a training epoch, without its validations, and during each
+            batch of an evaluation, with the hooks of the batch.
         batch: the current micro-batch, which determines the weight in a mean. Set it to None after the batch, otherwise
             the buffer keeps it alive. None outside of a batch.
         share: weight of this rank's part of the batch in a mean over the ranks that split its sequences. The weights
@@ -293,7 +294,7 @@ class MetricBuffer:
         if isinstance(value, Tensor):
             to_number(name, value)  # the fast path of `log` does not check the dtype
         options = LogOptions(*raw_options)
-        settings = options.settings(name, is_train=stage == "train", has_batch=self.batch is not None)
+        settings = options.settings(name, is_train=stage == "train")
         metrics = self._stages[stage]
         loader = options.dataloader_idx if metrics.num_dataloaders > 1 else None
         has_suffix = options.add_dataloader_idx and loader is not None

@@ -51,13 +51,12 @@ class LogOptions(NamedTuple):
     in_step: bool
     dataloader_idx: int | None
 
-    def settings(self, name: str, *, is_train: bool, has_batch: bool) -> MetricSettings:
+    def settings(self, name: str, *, is_train: bool) -> MetricSettings:
         """Apply the defaults, which depend on the hook that calls `log`.
 
         Args:
             name: the metric's name, for errors.
             is_train: True in the train stage.
-            has_batch: True during a step or a hook of a batch.
 
         Raises:
             ConfigurationError: neither `on_step` nor `on_epoch` is set, `on_step` is set outside of a step, or the
@@ -71,9 +70,7 @@ class LogOptions(NamedTuple):
                 f"log({name!r}, on_step={self.on_step}, on_epoch={self.on_epoch}) would have no effect. Set "
                 "on_step=True or on_epoch=True."
             )
-        # Hooks of an evaluation batch run outside of `in_step`, but their values belong to that batch.
-        has_step = self.in_step or (has_batch and not is_train)
-        if on_step and not has_step:
+        if on_step and not self.in_step:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Remove "
                 "on_step, or call it in a *_step or a hook of a batch."
