@@ -25,7 +25,8 @@ class AgreedClock:
 
     def __init__(self, remaining_s: Callable[[], float]) -> None:
         self._remaining_s = remaining_s
-        self._next_check = 0
+        self._next_check = 0  # completed steps at which ranks communicate next
+        # Time and completed steps at this rank's last check, for the pace. Only rank 0's are used.
         self._checked_at_s = 0.0
         self._checked_at_step = 0
 

@@ -39,7 +39,7 @@ class AveragedWeights:
 
     Attributes:
         num_averaged: number of updates.
-        swapped: the task holds the average, and this object the training weights.
+        swapped: True if the task holds the average, and this object the training weights.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AveragedWeights:
         # replace these copies.
         with torch.no_grad():
             self._stored = [value.detach().to(device, copy=True) for value in self._local_weights]
-        self._is_gathered = False
+        self._is_gathered = False  # True after `make_whole`: `_stored` has full tensors
         # Indices of tensors that one call of `multi_avg_fn` can update together.
         self._groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for index, value in enumerate(self._stored):

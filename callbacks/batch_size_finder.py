@@ -36,7 +36,8 @@ class BatchSizeFinder(Callback):
             instead of raising an error. Default: 8192.
 
     Attributes:
-        optimal_batch_size: the result of the search; `init_val` before it, and None with `fast_dev_run`.
+        optimal_batch_size: the result of the search; `init_val` before it, and None after a stage with `fast_dev_run`,
+            which is not searched.
 
     Override `on_fit_start` to do nothing and call `scale_batch_size` from `on_train_epoch_start` to search at chosen
     epochs.
@@ -67,7 +68,7 @@ class BatchSizeFinder(Callback):
                 f"BatchSizeFinder(mode={mode!r}): unknown.{nearest(mode, self.SUPPORTED_MODES)} Known: 'power', "
                 "'binsearch'."
             )
-        # Fractions and smaller numbers would search without an end, or without a trial.
+        # With fractions or smaller numbers the search would not end, or would not try any size.
         counts = {
             "steps_per_trial": steps_per_trial,
             "init_val": init_val,
@@ -102,7 +103,13 @@ class BatchSizeFinder(Callback):
         self.attribute(task, trainer.datamodule)
 
     def scale_batch_size(self, trainer: Run, task: TaskModule) -> None:
-        """Search, and set the batch size and `optimal_batch_size`. Collective. Call it at a step boundary."""
+        """Search, and set the batch size and `optimal_batch_size`.
+
+        Collective. Call it between two steps. With `fast_dev_run` it only warns.
+
+        Raises:
+            ConfigurationError, BatchSizeError: see the class. The attribute has its previous value.
+        """
         if trainer.fast_dev_run:
             warnings.warn("fast_dev_run: the batch size is not searched for.", TrainwrightWarning, stacklevel=2)
             self.optimal_batch_size = None
@@ -143,7 +150,7 @@ class BatchSizeFinder(Callback):
                 num_fitted += 1
             else:
                 high = size
-            if low == 0 and size == 1:
+            if low == 0 and size == 1:  # the smallest size did not fit
                 raise BatchSizeError(
                     f"BatchSizeFinder: not even one sample fits into memory: {tries.reason.rstrip('.')}. Use a smaller "
                     "model, smaller samples, or a lower precision."
@@ -151,7 +158,7 @@ class BatchSizeFinder(Callback):
             size = self._next(low, high, limit)
             if size <= low or num_fitted >= self._max_trials:
                 break
-        if self._mode == "binsearch" and self._margin:
+        if self._mode == "binsearch" and self._margin > 0:
             reduced = max(1, int(low * (1 - self._margin)))
             # A smaller size than one that fitted usually fits too, but the result must be a size that has run.
             return reduced if tries.fits(reduced) else low

@@ -14,7 +14,7 @@ _RUN_INDEX = "index.json"  # next to the checkpoints
 _INTEGER_FORMATS = ("b", "c", "d", "o", "x", "X")
 # File systems allow 255; while a checkpoint is written its name is longer, and a version may be appended.
 _MAX_NAME_BYTES = 220
-_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")  # "{val_loss:.2f}": the name, and the format or None
 
 
 class FileExtension:
@@ -49,7 +49,8 @@ def check_template(template: str, owner: str) -> None:
 
 def _check_spec(spec: str, template: str, owner: str) -> None:
     try:
-        format(1 if spec.endswith(_INTEGER_FORMATS) else 0.5, spec)
+        example = 1 if spec.endswith(_INTEGER_FORMATS) else 0.5
+        format(example, spec)
     except ValueError as error:
         raise ConfigurationError(
             f"{owner}(filename={template!r}): {spec!r} is not a format of a number: {error}."
@@ -57,13 +58,14 @@ def _check_spec(spec: str, template: str, owner: str) -> None:
 
 
 def _check_folder_name(example: str, template: str, owner: str) -> None:
-    """Check the name that a template gives with unknown values."""
+    """Check the name that a template gives with unknown values. `example` is this name."""
+    forbidden = [char for char in example if char in ":\\/" or not char.isprintable()]
     if example.startswith("."):
         problem = "begins with a dot; hidden folders are checkpoints that are being written"
     elif example == _RUN_INDEX:
         problem = "is the name of the run's index"
-    elif strange := [char for char in example if char in ":\\/" or not char.isprintable()]:
-        problem = f"has the character {strange[0]!r}, which is not allowed in a checkpoint's name"
+    elif forbidden:
+        problem = f"has the character {forbidden[0]!r}, which is not allowed in a checkpoint's name"
     elif len(example.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
         problem = f"is longer than {_MAX_NAME_BYTES} bytes"
     else:
@@ -76,17 +78,20 @@ def _check_folder_name(example: str, template: str, owner: str) -> None:
 def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool, equals: str = "=") -> str:
     """Fill in `template`: `"{epoch}-{val_loss:.2f}"` becomes `"epoch=3-val_loss=0.12"`.
 
-    Without `insert_names` it becomes `"3-0.12"`. `equals` is the text between a name and its value. The value
-    of a missing metric is `nan`.
+    Without `insert_names` it becomes `"3-0.12"`. `equals` is the text between a name and its value. The value of a
+    missing metric is `nan`. A slash in a name becomes an underscore.
+
+    Raises:
+        ConfigurationError: a value does not fit its format.
     """
 
-    def one(match: re.Match[str]) -> str:
+    def fill(match: re.Match[str]) -> str:
         name = match.group(1)
         spec = match.group(2) or ""
         text = _format_value(name, metrics.get(name), spec, template)
         return f"{name.replace('/', '_')}{equals}{text}" if insert_names else text
 
-    return _FIELD.sub(one, template)
+    return _FIELD.sub(fill, template)
 
 
 def _format_value(name: str, value: object, spec: str, template: str) -> str:

@@ -37,7 +37,7 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
-        self._last_logged_step = 0
+        self._last_logged_step = 0  # completed steps at the latest log
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":
@@ -49,6 +49,9 @@ class DeviceStatsMonitor(Callback):
             )
         if self._logs_host(trainer.device):
             _host_statistics()  # fails early without psutil; its first percentage is since this call
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        self._last_logged_step = trainer.state.step  # a new run passes the steps of an earlier one again
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         step = trainer.state.step

@@ -47,20 +47,21 @@ class EarlyStopping(Callback):
         patience: stop after this many consecutive checks without improvement. Default: 3.
         verbose: print a message when the metric improves or training ends. Default: False.
         mode: `"min"` if lower values are better, `"max"` if higher values are better. Default: `"min"`.
-        strict: raise an error if the metric was not logged. False warns. Default: True.
+        strict: raise an error if the metric was not logged. False warns and skips the check. Default: True.
         check_finite: stop when the metric is NaN or infinite. Default: True.
-        stopping_threshold: stop as soon as the metric is better than this. Default: None.
-        divergence_threshold: stop as soon as the metric is worse than this. Default: None.
+        stopping_threshold: stop as soon as the metric is better than this. None disables it. Default: None.
+        divergence_threshold: stop as soon as the metric is worse than this. None disables it. Default: None.
         check_on_train_epoch_end: True checks at the end of the training epoch, False after validations. Default: None,
             which checks after validations, or at the end of the epoch if the fit has none.
         log_rank_zero_only: Accepted without effect: only the main rank prints. Default: False.
 
     Attributes:
         wait_count: checks since the last improvement.
-        stopped_epoch: 0-based epoch in which the callback requested the end; 0 if it has not.
+        stopped_epoch: 0-based epoch in which the callback requested the end; 0 before a request.
         best_score: the best value that counted as an improvement, with the methods of a tensor; ±inf before the first
             one. A check that stops training does not change it.
-        stopping_reason, stopping_reason_message: the reason, as a member of `EarlyStoppingReason` and as text.
+        stopping_reason, stopping_reason_message: the reason, as a member of `EarlyStoppingReason` and as text. Before a
+            request they are `NOT_STOPPED` and None.
 
     Raises:
         ConfigurationError: the mode is unknown. In a run with `strict`: the metric was not logged.
@@ -177,6 +178,7 @@ class EarlyStopping(Callback):
                 EarlyStoppingReason.DIVERGENCE_THRESHOLD,
                 f"{name}={value:.5g} is worse than divergence_threshold={self.divergence_threshold}.",
             )
+        # The value must be better than the best one by more than `min_delta`.
         margin = self.min_delta if self.mode == "min" else -self.min_delta
         if is_better(value + margin, best, self.mode):
             self.best_score = MetricValue(value)

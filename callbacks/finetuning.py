@@ -140,7 +140,9 @@ class BaseFinetuning(Callback):
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":
             return
-        if trainer.state.step == 0:  # a new run, also with a callback of an earlier one. A checkpoint is loaded later.
+        # A new run: the callback may have been used in an earlier one. In a resumed run `load_state_dict` sets these
+        # attributes after `setup`.
+        if trainer.state.step == 0:
             self._trained = None
             self._added_groups = {}
             self._frozen_norms = []
@@ -184,7 +186,7 @@ class BaseFinetuning(Callback):
                 self._frozen_norms.append(name)
 
     def state_dict(self) -> dict[str, Any]:
-        # The keys belong to the format of checkpoints.
+        # The keys belong to the format of checkpoints. "resting" are BatchNorm modules with frozen statistics.
         return {"groups": self._added_groups, "trained": self._trained, "resting": self._frozen_norms}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,7 +237,7 @@ class BackboneFinetuning(BaseFinetuning):
         self.train_bn = train_bn
         self.verbose = verbose
         self.rounding = rounding
-        self.previous_backbone_lr: float | None = None
+        self.previous_backbone_lr: float | None = None  # of the previous epoch; None until the backbone is trained
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
         if "backbone" not in dict(pl_module.named_children()):

@@ -36,7 +36,7 @@ class GarbageCollection(Callback):
             )
         self.every_n_steps = every_n_steps
         self.generation = generation
-        self._was_enabled = False
+        self._was_enabled = False  # True while this callback has disabled Python's own collection
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         self._was_enabled = gc.isenabled()

@@ -35,7 +35,7 @@ class GradientAccumulationScheduler(Callback):
                     f"GradientAccumulationScheduler: scheduling has {epoch!r}: {factor!r}; an epoch must be an integer "
                     ">= 0, a factor an integer >= 1."
                 )
-        self._is_setting = False
+        self._is_setting = False  # True from the `setup` of a fit to its `teardown`
         self.scheduling: dict[int, int] = {0: 1, **dict(sorted(scheduling.items()))}
 
     def factor(self, epoch: int) -> int:
@@ -44,7 +44,7 @@ class GradientAccumulationScheduler(Callback):
 
     @property
     def epochs(self) -> list[int]:
-        """The 0-based epochs at which the number changes."""
+        """The 0-based epochs at which the number is set, in ascending order. The first is 0."""
         return list(self.scheduling)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:

@@ -29,8 +29,8 @@ _FIRST_WORDS = frozenset(
 )
 
 # A task's hook of the same name has the arguments of the callback's, without the first two.
-_TASK_EVENTS = frozenset(EVENTS) & frozenset(vars(TaskHooks)) - {"setup", "teardown"}
 # The Trainer calls the task's own `setup` and `teardown` along with the data module's.
+_TASK_EVENTS = (frozenset(EVENTS) & frozenset(vars(TaskHooks))) - {"setup", "teardown"}
 _TASK_ONLY_EVENTS = tuple(name for name in vars(TaskHooks) if name.endswith(("_model_eval", "_model_train")))
 
 

@@ -14,7 +14,11 @@ Length = int | str | Duration | datetime.timedelta
 
 
 class KeepEvery:
-    """Intervals of training with one permanent checkpoint each."""
+    """Intervals of training with one permanent checkpoint each. `every` of None disables them.
+
+    Raises:
+        ConfigurationError: the length is not above 0.
+    """
 
     def __init__(self, every: Length | None) -> None:
         self.names: list[str] = []  # permanent checkpoints, oldest first
@@ -23,7 +27,7 @@ class KeepEvery:
         self._last_progress: float | None = None
 
     def begin(self, trainer: Run) -> None:
-        """Start at the current progress, or at the progress of a loaded state if that is earlier."""
+        """Start an interval at the current progress, or at the progress of a loaded state if that is earlier."""
         if self._every is None:
             return
         now = _progress(trainer, self._every)

@@ -20,8 +20,8 @@ class LearningRateMonitor(Callback):
     """Callback that logs the learning rates of each optimizer.
 
     The name is `lr-AdamW`, or `lr-AdamW-1` for a second AdamW, or the `name` in the scheduler's configuration. With
-    several parameter groups `/pg1`, `/pg2`, … or the groups' own names are appended. Rates are read on the host, at log
-    steps only.
+    several parameter groups `/pg1`, `/pg2`, … or the groups' own names are appended. Rates are read at log steps and,
+    for the interval `"epoch"`, at the start of epochs.
 
     Args:
         logging_interval: `"step"` logs at every log step, `"epoch"` at the first step of every epoch. Default: None,
@@ -58,7 +58,7 @@ class LearningRateMonitor(Callback):
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
-        self._pending: dict[str, float] = {}
+        self._pending: dict[str, float] = {}  # values that were read and are logged at the end of the step
         self._step_at_start = 0  # completed steps when the current group began
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:

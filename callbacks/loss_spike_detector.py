@@ -70,7 +70,7 @@ class LossSpikeDetector(Callback):
         # A smaller window gives no usable deviation, and would report ordinary steps as spikes.
         if window < 4:
             raise ConfigurationError(f"LossSpikeDetector(window={window!r}): write a whole number of at least 4.")
-        # With 0 as in EarlyStopping, no number of consecutive spikes would ever equal it.
+        # EarlyStopping accepts 0. Here the number of consecutive spikes would never equal it.
         if patience < 1:
             raise ConfigurationError(f"LossSpikeDetector(patience={patience!r}): write a whole number of at least 1.")
         if action not in _ACTIONS:
@@ -84,9 +84,9 @@ class LossSpikeDetector(Callback):
         self.action = action
         self.num_spikes = 0
         self.last_spike: int | None = None
-        self._losses: deque[float] = deque(maxlen=window)
-        self._in_a_row = 0
-        self._first_of_row = 0
+        self._losses: deque[float] = deque(maxlen=window)  # the latest finite losses, including spikes
+        self._in_a_row = 0  # consecutive spikes up to the last loss that was read
+        self._first_of_row = 0  # completed steps, with the step of the first of these spikes
         # Steps that have not been read: the number of completed steps, and the loss on the device.
         self._unread: list[tuple[int, torch.Tensor]] = []
 
@@ -144,7 +144,7 @@ class LossSpikeDetector(Callback):
             return
         losses = torch.stack([loss.float() for _, loss in unread])
         if trainer.world_size > 1:
-            losses = trainer.all_gather(losses).mean(0)  # a rank's loss is its share of the mean
+            losses = trainer.all_gather(losses).mean(0)  # ranks weight their losses for this mean
         spikes = self._find_spikes([step for step, _ in unread], losses.tolist())
         spikes = from_main_rank(trainer, spikes)
         if spikes is not None:
@@ -152,7 +152,7 @@ class LossSpikeDetector(Callback):
 
     def _find_spikes(self, steps: list[int], losses: list[float]) -> _Spikes | None:
         """Add losses and return the first `patience` consecutive spikes, if any."""
-        found = None
+        spikes = None
         for step, loss in zip(steps, losses, strict=True):
             bound = self._bound()  # of the losses before this one
             is_finite = math.isfinite(loss)
@@ -164,9 +164,9 @@ class LossSpikeDetector(Callback):
             self._in_a_row += 1
             if self._in_a_row == 1:
                 self._first_of_row = step
-            if self._in_a_row == self.patience and found is None:
-                found = _Spikes(first_step=self._first_of_row, last_loss=loss, bound=bound)
-        return found
+            if self._in_a_row == self.patience and spikes is None:
+                spikes = _Spikes(first_step=self._first_of_row, last_loss=loss, bound=bound)
+        return spikes
 
     def _bound(self) -> float:
         """Return the largest loss that is not a spike."""

@@ -44,7 +44,7 @@ class LRFinder:
         self.lr_max = lr_max
         self.num_training = num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": [], "step_loss": []}
-        self._optimal_idx: int | None = None
+        self._optimal_idx: int | None = None  # the step of the rate that `examine` has returned last, if any
 
     def lr_of(self, step: int) -> float:
         """Return the learning rate of a 0-based step, from `lr_min` to `lr_max`."""
@@ -75,7 +75,10 @@ class LRFinder:
         return lr
 
     def examine(self, skip_begin: int = 10, skip_end: int = 1) -> tuple[float | None, str]:
-        """Return the rate of `suggestion` and the text of its warning. The text is empty without a warning."""
+        """Return the rate of `suggestion` and the text of its warning. The text is empty without a warning.
+
+        Sets the point that `plot` marks.
+        """
         lrs = self.results["lr"]
         losses = self.results.get("step_loss") or self.results["loss"]
         points = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
@@ -86,8 +89,9 @@ class LRFinder:
                 f"{skip_begin}, skip_end={skip_end}). Increase num_training, or skip fewer points."
             )
         # A line is fitted to `reach` points on each side of its center. With 100 points reach is 12: the centers are
-        # the points 12 to 87. Two points have no inner one, so their line is that of the first.
-        reach = min(max(1, len(points) // 8), (len(points) - 1) // 2)
+        # the points 12 to 87. Two points have no inner one: one line is fitted to both, and its center is the first.
+        max_reach = (len(points) - 1) // 2
+        reach = min(max(1, len(points) // 8), max_reach)
         if reach == 0:
             lines = [_fit(points, lrs, losses)]
         else:
@@ -174,8 +178,8 @@ def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _FittedLin
 class LearningRateFinder(Callback):
     """Callback that tests a range of learning rates before training and sets the best one.
 
-    The test runs training steps, which are not logged or saved, and undoes all their changes. There is no test in a fit
-    that resumes from a checkpoint or continues an earlier fit: the fit keeps its learning rates.
+    The test runs training steps, which are not logged or saved, and undoes all their changes. A fit that resumes from a
+    checkpoint or continues an earlier fit runs no test and keeps its learning rates.
 
     Args:
         min_lr: the smallest learning rate. Default: 1e-8.
@@ -185,8 +189,8 @@ class LearningRateFinder(Callback):
         early_stop_threshold: end the test when the smoothed loss exceeds `best + (early_stop_threshold - 1) × |best|`,
             where `best` is the lowest smoothed loss so far. None disables the check. Default: 4.0.
         update_attr: set the attribute, and the running optimizer, to the suggestion. Default: True.
-        attr_name: an attribute of the task, of the data module, or of the `hparams` of either. Default: `"lr"` or
-            `"learning_rate"`.
+        attr_name: an attribute of the task, of the data module, or of the `hparams` of either. Default: `""`, which is
+            `"lr"` or, if it does not exist, `"learning_rate"`.
 
     Attributes:
         optimal_lr: the test's result, an `LRFinder`; None before the test.
@@ -221,6 +225,7 @@ class LearningRateFinder(Callback):
                 f"LearningRateFinder(min_lr={min_lr!r}, max_lr={max_lr!r}): write 0 < min_lr < max_lr."
             )
         self.optimal_lr: LRFinder | None = None
+        # The rate that a test has set, in this session or before a resume. None before it and without `update_attr`.
         self._found_lr: float | None = None
         self._mode = name
         self._min_lr = float(min_lr)
@@ -252,8 +257,12 @@ class LearningRateFinder(Callback):
             )
 
     def lr_find(self, trainer: Run, task: TaskModule) -> None:
-        """Run the test now. Set `optimal_lr` and, with `update_attr`, the learning rate. Collective. Call it at a step
-        boundary.
+        """Run the test now. Set `optimal_lr` and, with `update_attr`, the learning rate.
+
+        Collective. Call it between two steps. With `fast_dev_run` it only warns.
+
+        Raises:
+            ConfigurationError: the task has no optimizer, or several.
         """
         if trainer.fast_dev_run:
             warnings.warn("fast_dev_run: the learning rate is not searched for.", TrainwrightWarning, stacklevel=2)
@@ -319,15 +328,18 @@ def _set_lr(group: dict[str, Any], lr: Any) -> None:
 
 
 class _RangeTest:
-    """Set the learning rate of each step of a test and record its loss. End the test if the loss diverges."""
+    """Set the learning rate of each step of a test and record its loss. End the test if the loss diverges.
+
+    A threshold of None disables this check.
+    """
 
     def __init__(self, finder: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
         self._finder = finder
         self._optimizer = optimizer
         self._threshold = threshold
-        self._mean = 0.0
-        self._best = math.inf
-        self._lr = 0.0
+        self._mean = 0.0  # running mean of the losses, without bias correction
+        self._best = math.inf  # the lowest corrected mean so far
+        self._lr = 0.0  # of the current step
 
     def before_step(self, step: int) -> None:
         self._lr = self._finder.lr_of(step)

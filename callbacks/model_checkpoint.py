@@ -50,7 +50,7 @@ class ModelCheckpoint(Callback):
         monitor: the metric to rank by. Default: None, which keeps the latest checkpoint.
         verbose: print what is saved. Default: False.
         save_last: True also writes a checkpoint named `last` at each save. `"link"` instead creates a relative symbolic
-            link `last` to the newest checkpoint. Default: None, for neither.
+            link `last` to the newest checkpoint. None and False disable it. Default: None.
         save_top_k: number of checkpoints to keep; -1 for all. Without `monitor` only -1, 0 and 1 are valid. Default: 1.
         save_on_exception: save from the main process after an exception (see `Run.emergency_save`). Default: False.
         save_weights_only: omit optimizers, progress and generators. Default: False.
@@ -60,7 +60,8 @@ class ModelCheckpoint(Callback):
         train_time_interval: save at intervals of this duration, instead of per epoch. Default: None.
         every_n_epochs: save at the validations (or ends) of every n-th epoch. 0 disables it. Default: None,
             which is 1, or 0 with `every_n_train_steps` or `train_time_interval`.
-        save_on_train_epoch_end: save at the end of epochs (True) or at validations (False; default if there are any).
+        save_on_train_epoch_end: save at the end of epochs (True) or at validations (False). Default: None, which saves
+            at validations, or at the end of epochs if the fit has none.
         keep_every: interval of training (`"1000 steps"`, `"1 epoch"`, `"1 h"`, or a number of steps) after which the
             next checkpoint is kept permanently. With `monitor` it is written even if its score is not among the best.
             Default: None.
@@ -137,11 +138,13 @@ class ModelCheckpoint(Callback):
         # be killed between the two: the resumed run finds them in `_loaded_removals` and deletes those that exist.
         self._removals: list[str] = []
         self._loaded_removals: list[str] = []
-        self._last_saved_step = 0  # nothing is saved before the first step
-        self._saved_at_s = 0.0
+        self._last_saved_step = 0  # completed steps at the newest save; nothing is saved before the first step
+        self._saved_at_s = 0.0  # of the monotonic clock, when the last interval ended
         self._clock = AgreedClock(self._seconds_to_next_save)
+        # In this fit a validation has run, or an epoch has ended: a missing metric may then be an error.
         self._validated = False
         self._epoch_ended = False
+        # A save was due before the monitored metric was logged. The next validation saves instead.
         self._waiting_for_metric = False
         self._remote_names: frozenset[str] = frozenset()  # names in the remote folder when the fit began
         self._loaded_dirpath: str | None = None  # folder or URL of a loaded index; None once it is checked
@@ -260,6 +263,7 @@ class ModelCheckpoint(Callback):
         return name if self.dirpath is None else f"{self.dirpath}/{name}"
 
     def state_dict(self) -> dict[str, Any]:
+        # The keys belong to the format of checkpoints, so they keep earlier names of the attributes.
         return {
             "dirpath": self._loaded_dirpath or self.dirpath,
             "scores": {name: to_json(score) for name, score in self._top.scores.items()},
@@ -381,8 +385,8 @@ class ModelCheckpoint(Callback):
         state = trainer.state
         if self._saves_nothing(trainer) or self._last_saved_step == state.step:
             return
-        # The epoch is read now: at an epoch's end the counter may increase before the end of the step. After the last
-        # epoch (`on_train_end`) it has increased: the name still contains the epoch that was trained.
+        # Read the epoch now, because at an epoch's end the counter may increase before the end of the step. In
+        # `on_train_end` it has increased already, but the name must contain the epoch that was trained.
         epoch = state.epoch
         if epoch > 0 and state.batch_in_epoch == 0:
             epoch -= 1
@@ -522,7 +526,7 @@ class ModelCheckpoint(Callback):
 
     def _request(self, trainer: Run, request: SaveRequest, facts: SaveFacts) -> None:
         if self._last_saved_step != facts.step:
-            self._removals = []
+            self._removals = []  # those of an earlier step were deleted when its save was published
         self._last_saved_step = facts.step
         for name in self._loaded_removals:
             if name not in request.remove:

@@ -14,6 +14,7 @@ from torch.nn.utils import prune as torch_prune
 
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, unknown
+from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run, Stage
 from trainwright.core.task import TaskModule
 
@@ -50,16 +51,17 @@ class ModelPruning(Callback):
         make_pruning_permanent: replace masks by zeros in the parameters at the end of the fit. Default: True.
         use_lottery_ticket_hypothesis: reset the unpruned weights to their initial values after each pruning, or a
             function of the epoch that returns a bool. Default: True.
-        resample_parameters: reset the unpruned weights to new random values instead. Default: False.
-        pruning_dim: the dimension along which structured methods prune.
-        pruning_norm: the norm of `"ln_structured"`.
+        resample_parameters: these resets draw new random values instead, by the module's `reset_parameters`. No effect
+            without `use_lottery_ticket_hypothesis`. Default: False.
+        pruning_dim: the dimension along which the named structured methods prune, which need it. Default: None.
+        pruning_norm: the norm of `"ln_structured"`, which needs it. Default: None.
         verbose: 1 prints the fraction of pruned weights, 2 also the fraction in each parameter. Default: 0.
         prune_on_train_epoch_end: prune at the end of training epochs. False prunes at the end of validations. Default:
             True.
 
     Raises:
-        ConfigurationError: the method is unknown, cannot prune globally, or lacks an argument. In a run: there is no
-            parameter to prune.
+        ConfigurationError: the amount is out of range, or the method is unknown, cannot prune globally, or lacks an
+            argument. In a run: no parameter is found, or a pair does not name a parameter of its module.
     """
 
     needs = ("full_weights",)
@@ -95,8 +97,9 @@ class ModelPruning(Callback):
         self._is_permanent = make_pruning_permanent
         self._at_train_epoch_end = prune_on_train_epoch_end
         self._verbose = verbose
-        self._targets: list[Target] = []
-        self._initial: dict[nn.Module, nn.Module] = {}  # module → a copy with its initial weights
+        self._targets: list[Target] = []  # pairs to prune; empty outside of a fit
+        # Module → a copy with its initial weights. Empty without use_lottery_ticket_hypothesis and outside of a fit.
+        self._initial: dict[nn.Module, nn.Module] = {}
 
     def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
         """Return the pairs to prune. Override it to exclude pairs."""
@@ -107,6 +110,8 @@ class ModelPruning(Callback):
         if saved is None:
             return
         self._collect(task)
+        # "first": initial weights. "masks": 0 for pruned weights. "hidden": values of `weight_orig` at pruned weights.
+        # All by parameter name. The first two have the shape of the parameter, "hidden" is flat.
         weights = checkpoint["state_dict"]
         for name, value in saved["first"].items():
             module, _, key = name.rpartition(".")
@@ -157,6 +162,7 @@ class ModelPruning(Callback):
         for module, copied in self._initial.items():
             for name, value in copied.named_parameters(names[module], recurse=False):
                 initial[name] = value.detach()
+        # `on_load_checkpoint` describes the keys, which belong to the format of checkpoints.
         checkpoint[_ENTRY] = {"masks": masks, "hidden": hidden, "first": initial}
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
@@ -233,8 +239,10 @@ class ModelPruning(Callback):
         seed = int(torch.randint(2**31, (1,)))
         if trainer.world_size > 1:
             seed = int(trainer.all_gather(torch.tensor(seed)).flatten()[0])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # random methods choose the same weights on every rank
+        # Random methods choose the same weights on every rank. `torch.manual_seed` also seeds the accelerator, whose
+        # generator must be restored: otherwise all ranks would draw the same dropout masks afterwards.
+        with isolate_rng(trainer.device):
+            torch.manual_seed(seed)
             self.apply_pruning(amount)
             uses_ticket = self._uses_ticket(epoch) if callable(self._uses_ticket) else self._uses_ticket
             if uses_ticket:

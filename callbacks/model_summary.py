@@ -56,13 +56,13 @@ class TaskSummary:
     """Result of `summarize`. `str` returns a table of the layers and the totals.
 
     Attributes:
-        layers: the rows, in the order of `named_modules`.
+        layers: the rows, in the order of `named_modules`. The last row may be for parameters of the task itself.
         num_params: elements of all parameters. Shared parameters count once, sharded parameters with all shards.
         num_trainable: the same for parameters that require gradients.
         param_bytes, buffer_bytes: sizes of all parameters and of all buffers.
         num_modules_training, num_modules_eval: modules in each mode, without the task itself.
         flops: floating-point operations of one forward; None without an example input.
-        has_lazy: some parameters have no shape yet and count as 0.
+        has_lazy: True if some parameters have no shape yet. They count as 0.
     """
 
     layers: list[LayerSummary] = field(default_factory=list)
@@ -245,7 +245,7 @@ def readable(number: int) -> str:
     """Format a count with a unit: 1234567 → `"1.2 M"`."""
     value = float(number)
     for unit in ("", " K", " M", " B", " T"):
-        if value < 999.95 or unit == " T":
+        if value < 999.95 or unit == " T":  # with one decimal, 999.95 would become 1,000.0
             return f"{number}" if not unit else f"{value:,.1f}{unit}"
         value /= 1000
     raise AssertionError("unreachable: the last unit takes everything")

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def check_mode(mode: str, owner: str) -> Mode:
-    """Return `mode`, and raise a ConfigurationError that names the callback `owner` if it is unknown."""
+    """Return `mode`. If it is unknown, raise a ConfigurationError that names the callback `owner`."""
     if mode == "min":
         return "min"
     if mode == "max":

@@ -56,7 +56,7 @@ class BasePredictionWriter(Callback):
                 f"{', '.join(map(repr, _INTERVALS))}."
             )
         self.interval = WriteInterval(write_interval)
-        # For `write_on_epoch_end`: one list for each loader.
+        # For `write_on_epoch_end`: for each loader a list with the outputs, and the indices, of each batch.
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Any]] = []
         # Indices of the current loader's next batches. None if they are unknown.
@@ -78,8 +78,8 @@ class BasePredictionWriter(Callback):
             trainer: the run.
             task: the task.
             prediction: the output of `predict_step`, on its device.
-            batch_indices: the batch's indices in the data set; None if the user's own sampler or
-                data set determines them.
+            batch_indices: the batch's indices in the data set; None if the user's own sampler or data set determines
+                them.
             batch: the batch, on the device.
             batch_idx: index of the batch among this rank's batches.
             dataloader_idx: index of the loader.
@@ -102,11 +102,11 @@ class BasePredictionWriter(Callback):
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._forget()
         # Before the first batch: a missing method must not be noticed only after a long prediction.
-        own = type(self)
+        cls = type(self)
         base = BasePredictionWriter
-        if self.interval.on_batch and own.write_on_batch_end is base.write_on_batch_end:
+        if self.interval.on_batch and cls.write_on_batch_end is base.write_on_batch_end:
             raise self._not_overridden("write_on_batch_end")
-        if self.interval.on_epoch and own.write_on_epoch_end is base.write_on_epoch_end:
+        if self.interval.on_epoch and cls.write_on_epoch_end is base.write_on_epoch_end:
             raise self._not_overridden("write_on_epoch_end")
 
     def on_predict_batch_end(

@@ -53,7 +53,7 @@ class ProgressBar(Callback):
         leave: keep every epoch's bar on the screen. Default: False.
 
     Raises:
-        ConfigurationError: the refresh rate is negative.
+        ConfigurationError: the refresh rate is negative, or a sub-class overrides a method of Lightning's bars.
     """
 
     reads_only = True
@@ -66,12 +66,13 @@ class ProgressBar(Callback):
         self._refuse_lightning_methods()
         self.refresh_rate = refresh_rate
         self.leave = leave
-        self._enabled = True
-        self._active = False
-        self._draws = False
-        self._output_failed = False
-        self._next_update_s = 0.0  # of the monotonic clock; an earlier step does nothing else than read the clock
-        self._training: _Progress | None = None
+        self._enabled = True  # set by `enable` and `disable`
+        self._active = False  # this process shows the progress of the current stage
+        self._draws = False  # `_active`, and bars are drawn instead of lines
+        self._output_failed = False  # standard output is closed: nothing more is written
+        # By the monotonic clock. Steps before this time only read the clock.
+        self._next_update_s = 0.0
+        self._training: _Progress | None = None  # the current epoch, also during its validation
         self._evaluating: _Progress | None = None
 
     def _refuse_lightning_methods(self) -> None:
@@ -90,13 +91,19 @@ class ProgressBar(Callback):
         return False
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
-        """Start a bar at `done` of `total` batches (None: unknown). The evaluation bar is below the training bar."""
+        """Start a bar at `done` of `total` batches; None for an unknown total.
+
+        An evaluation bar is below the training bar.
+        """
 
     def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
         """Update a bar to `done` batches and show `metrics`."""
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
-        """End a bar. `leave` keeps it on the screen. The other bar, if any, was paused for `paused_s` seconds."""
+        """End a bar. `leave` keeps it on the screen.
+
+        `paused_s` is the number of seconds for which the other bar, if any, was paused. 0 for a training bar.
+        """
 
     def write(self, text: str) -> None:
         """Write a line without breaking a bar."""
@@ -307,7 +314,15 @@ class ProgressBar(Callback):
 
 
 class _Progress:
-    """Progress of one epoch or evaluation, with its start time."""
+    """Progress of one epoch or evaluation, with its start time.
+
+    Attributes:
+        done: completed batches, as of the last update.
+        done_at_start: completed batches at the start, in an epoch that is resumed in its middle.
+        shown: `done` when it was last displayed.
+        started_s: start by the monotonic clock. For training, validations move it forward by their duration.
+        ended_s: end by the monotonic clock; None before it.
+    """
 
     def __init__(self, kind: Kind, description: str, total: int | None, done: int) -> None:
         self.kind = kind

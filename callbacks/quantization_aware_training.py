@@ -44,7 +44,8 @@ class QuantizationAwareTraining(Callback):
     Raises:
         ConfigurationError: The configuration is unknown. At the beginning of a fit: a chosen layer cannot be quantized,
             no layer is chosen, no module has a name in `skip`, the precision is fp8, or the task is quantized already.
-        MissingPackageError: torchao is not installed. At the beginning of a fit.
+        MissingPackageError: torchao is not installed. Raised at the beginning of a fit.
+        CheckpointError: the file cannot be written. Raised at the end of a fit.
     """
 
     needs = ("full_weights", "converted_layers")
@@ -66,6 +67,7 @@ class QuantizationAwareTraining(Callback):
         self.module_filter = module_filter
         self.path = path
         self.convert = convert
+        # Removes fake quantization. None before `on_fit_start` and after the fit.
         self._undo: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class QuantizationAwareTraining(Callback):
             check_float(task, dict(task.named_modules()))  # before a checkpoint is loaded into it
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
-        if self._undo is not None:  # training continues from an earlier checkpoint
+        if self._undo is not None:  # a rollback within the fit: the layers are already prepared
             return
         check_no_fp8(task)
         layers = linear_layers(task, self.skip, self.module_filter)

@@ -28,10 +28,11 @@ CALLBACKS: Registry[type[Callback]] = Registry(
         "quantization_aware_training": "trainwright.callbacks.quantization_aware_training:QuantizationAwareTraining",
         "rich_progress_bar": "trainwright.callbacks.rich_progress_bar:RichProgressBar",
         "slow_rank_detector": "trainwright.callbacks.slow_rank_detector:SlowRankDetector",
-        "stochastic_weight_averaging": ("trainwright.callbacks.stochastic_weight_averaging:StochasticWeightAveraging"),
+        "stochastic_weight_averaging": "trainwright.callbacks.stochastic_weight_averaging:StochasticWeightAveraging",
         "throughput": "trainwright.callbacks.throughput:Throughput",
         "timer": "trainwright.callbacks.timer:Timer",
         "tqdm_progress_bar": "trainwright.callbacks.tqdm_progress_bar:TQDMProgressBar",
         "weight_averaging": "trainwright.callbacks.weight_averaging:WeightAveraging",
     },
 )
+"""Short name → class; `CALLBACKS.register("mine", "my_package.module:MyCallback")` adds one."""

@@ -26,8 +26,8 @@ class RichProgressBar(ProgressBar):
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         super().__init__(refresh_rate, leave)
-        self._screen: Any = None
-        self._rows: dict[Kind, Any] = {}
+        self._screen: Any = None  # a rich.progress.Progress while a bar is open
+        self._rows: dict[Kind, Any] = {}  # ids of its tasks, which are the open bars
 
     def can_draw(self) -> bool:
         """Return whether standard output is a terminal or a notebook with ipywidgets, without which rich only warns."""
@@ -43,8 +43,10 @@ class RichProgressBar(ProgressBar):
     def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
         if kind not in self._rows:
             return
-        shown = " ".join(f"{name}={value}" for name, value in metrics.items())
-        self._screen.update(self._rows[kind], completed=done, **({"metrics": shown} if shown else {}))
+        self._screen.update(self._rows[kind], completed=done)
+        if metrics:
+            text = " ".join(f"{name}={value}" for name, value in metrics.items())
+            self._screen.update(self._rows[kind], metrics=text)
         self._screen.refresh()
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
@@ -55,7 +57,7 @@ class RichProgressBar(ProgressBar):
             self._screen.stop_task(row)
         else:
             self._screen.remove_task(row)
-        for other in self._rows.values():  # its elapsed time does not count the pause
+        for other in self._rows.values():  # the elapsed time of the other bar excludes the pause
             task = self._screen.tasks[self._screen.task_ids.index(other)]
             task.start_time += paused_s
         if not self._rows:

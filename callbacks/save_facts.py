@@ -15,9 +15,9 @@ class SaveFacts:
     epoch: int  # 0-based, for names
     step: int  # completed optimizer steps
     metrics: dict[str, float]  # the latest values of all metrics
-    present: frozenset[str]  # names in the folder of the checkpoints (see `names_in`)
+    present: frozenset[str]  # names in the folder of the checkpoints (see `names_in`), and in the remote folder
     claimed: frozenset[str] = frozenset()  # names in `present` that another process uses
-    index_is_valid: bool = True  # no index was loaded, or it belongs to this folder
+    index_is_valid: bool = True  # False if a loaded index belongs to another folder
     keep_every_progress: float | None = None  # progress in the unit of `keep_every` if one of its intervals has ended
 
     @property
@@ -34,4 +34,5 @@ class SaveFacts:
         return values
 
 
+# Placeholder of the other ranks, which the broadcast replaces.
 NO_FACTS = SaveFacts(0, 0, {}, frozenset())

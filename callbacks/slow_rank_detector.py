@@ -56,15 +56,17 @@ class SlowRankDetector(Callback):
         self.factor = factor
         self.communication_factor = communication_factor
         self.seconds: list[dict[str, float]] = []
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # findings with a warning; see `_compare`
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        # Steps, waits for data and times of micro-batches since the last comparison.
         self._num_steps = 0
         self._data_s = 0.0
         self._marks: list[tuple[Any, Any, Any]] = []  # per micro-batch: its start, the start and end of backward
         # End of the last step. None after a validation or an epoch, whose time is not a wait for data.
         self._waits_since_s: float | None = None
-        self._pending: tuple[Any, torch.Tensor] | None = None  # the collective and its result
+        # The collective that the last comparison has started (None with one process), and its result.
+        self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
         if self._waits_since_s is not None:

@@ -44,7 +44,7 @@ class StochasticWeightAveraging(Callback):
     """
 
     needs = ("weight_averages",)
-    order = Order.FIRST
+    order = Order.FIRST  # the others see the learning rate of the epoch, and in `on_train_end` the mean
 
     def __init__(
         self,
@@ -79,10 +79,12 @@ class StochasticWeightAveraging(Callback):
         self._annealing_strategy = annealing_strategy
         self._avg_fn = avg_fn
         self._device = device
-        self._first_epoch = 0
+        self._first_epoch = 0  # 0-based; `on_fit_start` computes it
+        # The average and the schedule of the learning rate. None until the first epoch of the average.
         self._weights: AveragedWeights | None = None
         self._schedule: SWALR | None = None
-        self._latest_update_epoch = -1
+        self._latest_update_epoch = -1  # 0-based epoch at whose start the average was updated last; -1 before it
+        # The state of a checkpoint, from `load_state_dict` to `on_fit_start`.
         self._loaded: dict[str, Any] | None = None
 
     @property
@@ -98,7 +100,7 @@ class StochasticWeightAveraging(Callback):
             self._latest_update_epoch = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither the task nor functions of torch are copied into another process: only the numbers are.
+        # Only the state is copied into another process. The task and functions of torch are not.
         return {**vars(self), "_weights": None, "_loaded": self.state_dict(), "_schedule": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -38,7 +38,8 @@ class Throughput(Callback):
     over few steps may therefore be the rate at which steps are queued. Over a window it is the true rate.
 
     Args:
-        window_size: number of steps to average over; at least the steps since the previous rates. Default: 100.
+        window_size: number of steps to average over. All steps since the previous log are used even if they are more.
+            Default: 100.
         flops_per_step: floating-point operations of one optimizer step over all ranks, forward and backward.
             Default: None.
         flops_per_sample: floating-point operations of one sample, instead of `flops_per_step`. Default: None.
@@ -65,24 +66,30 @@ class Throughput(Callback):
     ) -> None:
         if window_size < 1:
             raise ConfigurationError(f"Throughput(window_size={window_size}): write 1 or more steps.")
-        sources = {"flops_per_step": flops_per_step, "flops_per_sample": flops_per_sample}
-        given = [name for name, value in sources.items() if value is not None] + ["measure_flops"] * measure_flops
-        if len(given) > 1:
-            raise ConfigurationError(f"Throughput: {' and '.join(given)} set the same value. Remove all but one.")
-        if peak_flops is not None and not given:
+        sources: list[str] = []  # the arguments that define FLOPs
+        if flops_per_step is not None:
+            sources.append("flops_per_step")
+        if flops_per_sample is not None:
+            sources.append("flops_per_sample")
+        if measure_flops:
+            sources.append("measure_flops")
+        if len(sources) > 1:
+            raise ConfigurationError(f"Throughput: {' and '.join(sources)} set the same value. Remove all but one.")
+        if peak_flops is not None and not sources:
             raise ConfigurationError(
                 "Throughput(peak_flops=...) requires flops_per_step, flops_per_sample or measure_flops=True."
             )
         self.window_size = window_size
-        self.flops_per_step = flops_per_step
+        self.flops_per_step = flops_per_step  # with `measure_flops`, None until the first step was counted
         self.flops_per_sample = flops_per_sample
         self.peak_flops = peak_flops
         self.measure_flops = measure_flops
+        # Counters at the start of the fit and at each log, oldest first. The first one is the start of the window.
         self._marks: deque[_Counters] = deque()
-        self._paused_s = 0.0
+        self._paused_s = 0.0  # time of all validations of the fit
         self._pause_began_s = 0.0
-        self._counter: FlopCounterMode | None = None
-        self._counting = ExitStack()
+        self._counter: FlopCounterMode | None = None  # during the step that is counted
+        self._counting = ExitStack()  # ends the counter's context
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit" and overrides(task, "num_tokens", TaskModule):
@@ -133,16 +140,16 @@ class Throughput(Callback):
         self._marks.append(now)
         while len(self._marks) > 2 and now.step - self._marks[1].step >= self.window_size:
             self._marks.popleft()
-        before = self._marks[0]
-        seconds = now.seconds - before.seconds
-        if now.step == before.step or seconds <= 0:
+        first = self._marks[0]
+        seconds = now.seconds - first.seconds
+        if now.step == first.step or seconds <= 0:
             return
         rates = {
-            "throughput/steps_per_s": (now.step - before.step) / seconds,
-            "throughput/samples_per_s": (now.samples - before.samples) / seconds,
+            "throughput/steps_per_s": (now.step - first.step) / seconds,
+            "throughput/samples_per_s": (now.samples - first.samples) / seconds,
         }
-        if now.tokens > before.tokens:
-            rates["throughput/tokens_per_s"] = (now.tokens - before.tokens) / seconds
+        if now.tokens > first.tokens:
+            rates["throughput/tokens_per_s"] = (now.tokens - first.tokens) / seconds
         if self.flops_per_sample is not None:
             rates["throughput/flops_per_s"] = self.flops_per_sample * rates["throughput/samples_per_s"]
         elif self.flops_per_step is not None:

@@ -27,8 +27,8 @@ class Timer(Callback):
     `AgreedClock`), and the other steps cost one comparison.
 
     Args:
-        duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, its arguments as a dict
-            (`{"hours": 12}`), or None to measure only. Default: None.
+        duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, or its arguments as a dict
+            (`{"hours": 12}`). None only measures. Default: None.
         interval: when to check: `"step"` or `"epoch"`. Default: `"step"`.
         verbose: print a message when time is up. Default: True.
 
@@ -49,18 +49,19 @@ class Timer(Callback):
         self.interval = interval
         self.verbose = verbose
         self.duration_s = None if duration is None else parse_time(duration, "duration").value
+        # Stage → its last start and end by `time.monotonic`. A running stage has no end.
         self._started_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
-        self._offset_s = 0.0
+        self._offset_s = 0.0  # training time of earlier fits and of the run that is resumed
         self._clock = AgreedClock(self._remaining_or_forever)
-        self._is_over = False
+        self._is_over = False  # this fit has requested its end
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return the last start of `stage`, in seconds of `time.monotonic`; None before it."""
         return self._started_s.get(_known(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return the last end of `stage`, in seconds of `time.monotonic`; None before it."""
+        """Return the last end of `stage`, in seconds of `time.monotonic`; None before it and while the stage runs."""
         return self._ended_s.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
@@ -70,10 +71,15 @@ class Timer(Callback):
         if start is None:
             return offset
         end = self.end_time(stage)
-        return offset + (end if end is not None else time.monotonic()) - start
+        if end is None:  # the stage is running
+            end = time.monotonic()
+        return offset + end - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the remaining seconds of the duration (negative once it is over); None without a duration."""
+        """Return the seconds of the duration that `stage` has not used (negative once it is over).
+
+        None without a duration.
+        """
         return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:

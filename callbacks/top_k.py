@@ -8,7 +8,7 @@ from trainwright.callbacks.monitored import Mode, is_better, worst
 
 
 class TopK:
-    """Names with their scores, at most `k` of them."""
+    """Names of checkpoints with their scores, at most `k` of them. A `k` of -1 has no limit."""
 
     def __init__(self, k: int, mode: Mode) -> None:
         self.k = k
@@ -28,15 +28,16 @@ class TopK:
 
     def displaced(self) -> str | None:
         """Return the name that the next `add` would remove; None if there are fewer than k."""
-        return self.kth_best if self.k != -1 and len(self.scores) >= self.k else None
+        is_full = self.k != -1 and len(self.scores) >= self.k
+        return self.kth_best if is_full else None
 
     def add(self, name: str, score: float) -> str | None:
         """Add an accepted score and return the name that it replaces, if any."""
-        gone = self.displaced()
-        if gone is not None:
-            del self.scores[gone]
+        displaced = self.displaced()
+        if displaced is not None:
+            del self.scores[displaced]
         self.scores[name] = self.comparable(score)
-        return gone
+        return displaced
 
     @property
     def best(self) -> str | None:

@@ -115,7 +115,7 @@ def linear_layers(
 
 
 def check_float(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    """Check that layers of a model, by name, are not quantized."""
+    """Check that layers of a model, by name, are not quantized. Otherwise raise a ConfigurationError."""
     quantized = [name for name, layer in layers.items() if is_quantized(layer)]
     if quantized:
         raise ConfigurationError(
@@ -125,7 +125,9 @@ def check_float(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_no_fp8(model: nn.Module) -> None:
-    """Check that no layer of a model computes in fp8, which replaces the forward that fake quantization needs."""
+    """Check that no layer of a model computes in fp8, which replaces the forward that fake quantization needs.
+    Otherwise raise a ConfigurationError.
+    """
     for name, layer in model.named_modules():
         if type(layer).__module__.startswith(("torchao.float8", "transformer_engine")):
             raise ConfigurationError(
@@ -191,9 +193,11 @@ def prepare_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[
 
 
 def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], config: object) -> None:
-    """Call `change` on each layer. It returns why the layer cannot be changed, or an empty text.
+    """Call `change` on each layer. It returns the reason if the layer cannot be changed, else an empty text.
 
-    A ConfigurationError then lists the layers that cannot be changed, with the reasons.
+    Raises:
+        ConfigurationError: some layers cannot be changed. The message lists them with the reasons. The other layers are
+            changed.
     """
     reasons = []
     for name, layer in layers.items():
@@ -211,6 +215,10 @@ def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], 
 
 
 def _replace_class(layer: nn.Linear, like: Any) -> Callable[[], None]:
+    """Give a layer the class and the fake quantizers of the layer `like`. Return a function that undoes it.
+
+    The class is replaced instead of the module, so that parameters, hooks and references to the layer remain valid.
+    """
     layer.__class__ = type(like)
     for name in _FAKE:
         setattr(layer, name, getattr(like, name))
@@ -227,7 +235,7 @@ def _replace_class(layer: nn.Linear, like: Any) -> Callable[[], None]:
 
 
 def _no_fused_kernels(module: nn.Module, inputs: object) -> None:
-    return None
+    """Do nothing. The presence of the hook is sufficient."""
 
 
 def _listed(names: Sequence[str]) -> str:

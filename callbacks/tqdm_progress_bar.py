@@ -32,7 +32,9 @@ class TQDMProgressBar(ProgressBar):
         return on_terminal() or in_notebook()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
-        place = self.process_position + (1 if kind == "eval" and "train" in self._bars else 0)
+        place = self.process_position
+        if kind == "eval" and "train" in self._bars:
+            place += 1  # below the training bar
         if in_notebook() and not has_widgets():
             place = 0  # tqdm moves between lines by escape sequences, which a notebook prints: bars share one line
         self._bars[kind] = _bar_class()(
@@ -65,7 +67,7 @@ class TQDMProgressBar(ProgressBar):
         if bar is not None:
             bar.leave = leave
             bar.close()
-        for other in self._bars.values():  # its rate and remaining time exclude the pause
+        for other in self._bars.values():  # the rate and remaining time of the other bar exclude the pause
             other.start_t += paused_s
             other.last_print_t += paused_s
 
@@ -80,8 +82,10 @@ class TQDMProgressBar(ProgressBar):
 
 
 def _bar_class() -> Any:
-    """Return tqdm's class for a notebook with widgets, else its class for terminals. Both have no monitor thread,
-    because a process with threads must not fork loader workers. The thread only draws rarely updated bars.
+    """Return tqdm's class for a notebook with widgets, else its class for terminals.
+
+    The monitor thread, which only redraws rarely updated bars, is disabled, because a process with threads must not
+    fork loader workers.
     """
     module = "tqdm.notebook" if has_widgets() else "tqdm"
     base = require_package(module, purpose="TQDMProgressBar").tqdm

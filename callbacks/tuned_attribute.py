@@ -35,6 +35,7 @@ class TunedAttribute:
         names = list(names)
         owners = [task] if datamodule is None else [task, datamodule]
         for name in names:
+            # The objects and the `hparams` that contain the name. `set` sets it in all of them.
             self._attributes = [owner for owner in owners if _has(owner, name)]
             self._hparams = [owner.hparams for owner in owners if name in owner.hparams]
             if self._attributes or self._hparams:
@@ -49,7 +50,11 @@ class TunedAttribute:
         return self._hparams[0][self.name]
 
     def set(self, value: object) -> None:
-        """Set the attribute on every object that has it."""
+        """Set the attribute on every object that has it.
+
+        Raises:
+            ConfigurationError: an object refuses the value.
+        """
         for owner in self._attributes:
             try:
                 setattr(owner, self.name, value)
@@ -62,6 +67,7 @@ class TunedAttribute:
 
 
 def _has(owner: object, name: str) -> bool:
+    """Return whether a number of an object or of its class can be set under a name."""
     if name in vars(owner):
         return True
     of_class = getattr(type(owner), name, None)

@@ -61,10 +61,11 @@ class WeightAveraging(Callback):
         self._device = torch.device(device) if isinstance(device, str) else device
         self._use_buffers = use_buffers
         self._kwargs = kwargs
-        self._weights: AveragedWeights | None = None
-        self._latest_update_step = 0
-        self._latest_update_epoch = -1
-        self._validating = False
+        self._weights: AveragedWeights | None = None  # created by `on_fit_start`
+        self._latest_update_step = 0  # completed steps at the latest update after a step
+        self._latest_update_epoch = -1  # 0-based epoch of the latest update at an epoch's end; -1 before it
+        self._validating = False  # True while a validation of a fit uses the average
+        # The state of a checkpoint, from `load_state_dict` to `on_fit_start`, which creates the average.
         self._loaded: dict[str, Any] | None = None
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -90,7 +91,7 @@ class WeightAveraging(Callback):
             self._validating = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither the task nor functions of torch are copied into another process: only the numbers are.
+        # Only the state is copied into another process. The task and functions of torch are not.
         return {**vars(self), "_weights": None, "_loaded": self.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -242,7 +243,8 @@ class EMAWeightAveraging(WeightAveraging):
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None and self.update_every_n_steps:
-            first = self.update_starting_at_step
-            return (first is None or step_idx >= first) and step_idx % self.update_every_n_steps == 0
-        first = self.update_starting_at_epoch
-        return epoch_idx is not None and first is not None and epoch_idx >= first
+            has_started = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
+            return has_started and step_idx % self.update_every_n_steps == 0
+        if epoch_idx is None or self.update_starting_at_epoch is None:
+            return False
+        return epoch_idx >= self.update_starting_at_epoch

@@ -24,7 +24,8 @@ class CSVLogger(VersionedLogger):
 
     Args:
         save_dir, name, version, prefix: see `VersionedLogger`.
-        flush_logs_every_n_steps: write rows to the disk after this many steps, and at the end. Default: 100.
+        flush_logs_every_n_steps: write rows to the disk when the step has increased by this number since the last
+            write, and at the end. Default: 100.
     """
 
     NAME_METRICS_FILE = METRICS_FILE
@@ -40,8 +41,9 @@ class CSVLogger(VersionedLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
         self.flush_logs_every_n_steps = flush_logs_every_n_steps
-        self._columns: list[str] = []
-        self._rows: list[dict[str, Any]] = []
+        self._columns: list[str] = []  # of the file, in their order; empty before the first write
+        self._rows: list[dict[str, Any]] = []  # rows that are not in the file yet
+        # The step of the last write, or of the first row if nothing has been written. None before the first row.
         self._flushed_at: int | None = None
 
     @property
@@ -100,26 +102,30 @@ class CSVLogger(VersionedLogger):
             log.flush()
         if not self._rows:
             return
-        known = set(self._columns)
-        new: dict[str, None] = {}  # an ordered set
+        known_names = set(self._columns)
+        new_names: list[str] = []
         for row in self._rows:
-            new.update(dict.fromkeys(name for name in row if name not in known))
-        if new or not self.metrics_file.exists():
-            self._rewrite(new)
+            for name in row:
+                if name not in known_names:
+                    known_names.add(name)
+                    new_names.append(name)
+        if new_names or not self.metrics_file.exists():
+            self._rewrite(new_names)
         else:
             with open(self.metrics_file, "a", encoding="utf-8", newline="") as file:
                 file.write(_text(self._columns, self._rows, header=False))
         self._rows = []
 
-    def _rewrite(self, new: Iterable[str]) -> None:
-        """Write the file with the columns `new` and the pending rows."""
+    def _rewrite(self, new_names: Iterable[str]) -> None:
+        """Write the file again with additional columns, and add the pending rows."""
         path = self.metrics_file
         file_columns: list[str] = []
         file_rows = ""
         if path.exists():
             file_columns, file_rows = _split(path)
-        columns = list(dict.fromkeys(["step", *file_columns, *self._columns, *new]))
-        # Rows are lengthened as text. To parse them would take minutes for a thousand new names.
+        columns = list(dict.fromkeys(["step", *file_columns, *self._columns, *new_names]))
+        # Each row gets a comma for each new column, as text: "0,0.5" becomes "0,0.5,". Parsing all rows at each new
+        # name would take minutes for a thousand names.
         num_added = len(columns) - len(file_columns)
         file_rows = file_rows.replace("\n", "," * num_added + "\n")
         header = _text(columns, [], header=True)
@@ -132,7 +138,10 @@ class CSVLogger(VersionedLogger):
 
 
 def _split(path: Path) -> tuple[list[str], str]:
-    """Return the columns, and the text of the rows without an incomplete one. Values are numbers: a line is a row."""
+    """Return the columns, and the text of the rows without an incomplete last row.
+
+    Each line is a row, because values are numbers, which contain no line breaks.
+    """
     with open(path, encoding="utf-8", newline="") as file:
         columns = next(csv.reader(file), [])  # a name may contain a line break
         text = file.read().replace("\r\n", "\n")

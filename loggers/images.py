@@ -24,8 +24,10 @@ def to_pixels(image: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
     is_tensor = isinstance(image, torch.Tensor)
     if isinstance(image, torch.Tensor):
-        held = image.detach().cpu()
-        image = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
+        host_tensor = image.detach().cpu()
+        if host_tensor.dtype == torch.bfloat16:  # NumPy has no such type
+            host_tensor = host_tensor.float()
+        image = host_tensor.numpy()
     array = np.asarray(image)
     shape = array.shape
     if array.ndim == 2:

@@ -13,7 +13,7 @@ from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, rows_w
 
 METRICS_FILE = "metrics.jsonl"
 HPARAMS_FILE = "hparams.json"
-_OWN = ("step", "time")
+_OWN_COLUMNS = ("step", "time")
 
 
 class JSONLinesLogger(VersionedLogger):
@@ -37,7 +37,12 @@ class JSONLinesLogger(VersionedLogger):
         return (folder / METRICS_FILE).exists()
 
     def last_steps(self) -> dict[str, int]:
-        return {name: int(row["step"]) for row in _rows(self.metrics_file) for name in row if name not in _OWN}
+        last_steps: dict[str, int] = {}
+        for row in _rows(self.metrics_file):
+            for name in row:
+                if name not in _OWN_COLUMNS:
+                    last_steps[name] = int(row["step"])
+        return last_steps
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
         self._close()
@@ -51,10 +56,10 @@ class JSONLinesLogger(VersionedLogger):
         write_atomically(self._folder() / HPARAMS_FILE, text + "\n")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._write(self.columns(metrics, *_OWN), step)
+        self._write(self.columns(metrics, *_OWN_COLUMNS), step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        self._write(self.columns({key: text}, *_OWN), step)
+        self._write(self.columns({key: text}, *_OWN_COLUMNS), step)
 
     def _write(self, values: Mapping[str, Any], step: int) -> None:
         self.advance(step, values)

@@ -89,6 +89,7 @@ class Logger(ABC):
             if name == "start":
                 cls.start = _noting_the_run(method)  # type: ignore[method-assign]  # wrapped on purpose
             elif name.startswith("log_"):
+                # A checkpoint alone does not start a log.
                 setattr(cls, name, _on_main_rank(method, starts=name != "log_checkpoint"))
 
     LOGGER_JOIN_CHAR: ClassVar[str] = "-"
@@ -98,8 +99,8 @@ class Logger(ABC):
     prefix: str = ""
     muted: bool = False
     wants_graph: bool = False
-    _run: RunInfo | None = None
-    _starting: bool = False
+    _run: RunInfo | None = None  # None before `start` and after `finish`
+    _starting: bool = False  # True while `_begin` calls `start`, which may call a method that starts the logger
     _step_of_call: int = -1  # of the last call of `log_metrics`
 
     def __init__(self, *, prefix: str = "") -> None:
@@ -109,10 +110,15 @@ class Logger(ABC):
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
         """Return a logger that writes below a folder; for `Trainer(logger="csv")` and `Accelerator.init_trackers`.
 
+        The default implementation is for loggers without a folder, a project and options.
+
         Args:
             root_dir: the folder.
             project: the name of the project or of the run. Default: None, which is the logger's default.
-            options: options of the backend. An unknown option raises ConfigurationError.
+            options: options of the backend.
+
+        Raises:
+            ConfigurationError: an option is unknown.
         """
         if options:
             raise ConfigurationError(f"{cls.__name__} has no options, and got {', '.join(options)}.")
@@ -139,12 +145,19 @@ class Logger(ABC):
             self.finalize(status)
 
     def save(self) -> None:
-        """Write pending values to the log. Lightning's name for `flush`."""
+        """Write pending values to the log. Lightning's name for `flush`.
+
+        A sub-class overrides at most one of the two. Each default calls the other if that is overridden.
+        """
         if type(self).flush is not Logger.flush:
             self.flush()
 
     def finalize(self, status: Status = "success") -> None:
-        """Flush and close: Lightning's name for `finish`."""
+        """Flush and close: Lightning's name for `finish`.
+
+        A logger written for Lightning overrides it. `finish` calls it after `_run` is None, so that the two defaults do
+        not call each other without an end.
+        """
         if self._run is not None:
             self.finish(status)
 
@@ -193,7 +206,15 @@ class Logger(ABC):
         dataframe: object = None,
         step: int | None = None,
     ) -> None:
-        """Record a table: `columns` with rows of `data`, or a pandas frame. Default: logged as Markdown text."""
+        """Record a table: `columns` with rows of `data`, or a pandas frame. Default: logged as Markdown text.
+
+        Args:
+            key: name of the table.
+            columns: names of the columns. Default: None, which is `"0"`, `"1"`, ….
+            data: rows of cells. Default: None, for a pandas frame or an empty table.
+            dataframe: a pandas frame, instead of `columns` and `data`. Default: None.
+            step: 0-based step. Default: None, which is 0 unless the logger has another default.
+        """
         if self._begin():
             self._put_table(key, *_cells(columns, data, dataframe), step)
 
@@ -369,8 +390,10 @@ class RemoteLogger(Logger):
         dir: folder of the backend's files. Default: None, for a folder that `start` selects or a backend without files.
     """
 
-    _project_argument: ClassVar[str] = "project"
-    _folder_argument: ClassVar[tuple[str, str] | None] = None  # its name, and a sub-folder of the run's root folder
+    _project_argument: ClassVar[str] = "project"  # name of the argument for `in_folder`'s project
+    # For `in_folder`: the name of the argument for a folder, and the sub-folder of the run's root folder to pass. None
+    # for a backend without files.
+    _folder_argument: ClassVar[tuple[str, str] | None] = None
 
     def __init__(
         self,
@@ -386,20 +409,23 @@ class RemoteLogger(Logger):
             raise ConfigurationError(f"{type(self).__name__}(log_model={log_model!r}): expected True, False or 'all'.")
         self._log_model = log_model
         self._project = project
-        self._id = id
-        self._is_id_fixed = id is not None
+        self._id = id  # None until `start` or `load_state_dict` sets it
+        self._is_id_fixed = id is not None  # `load_state_dict` does not replace an id that was passed
         self._dir = None if dir is None else Path(dir).expanduser()
-        self._experiment: Any = None
+        self._experiment: Any = None  # the backend's run, which `start` opens
+        # With `log_model=True`: folder and aliases of the newest checkpoint, which `finish` uploads.
         self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
         """Return a logger for runs of a project. Its files are below `root_dir` if the backend supports it."""
-        given = {} if project is None else {cls._project_argument: project}
+        arguments: dict[str, Any] = {}
+        if project is not None:
+            arguments[cls._project_argument] = project
         if cls._folder_argument is not None:
-            argument, folder = cls._folder_argument
-            given[argument] = str(root_dir / folder)
-        return cls(**{**given, **options})
+            name, folder = cls._folder_argument
+            arguments[name] = str(root_dir / folder)
+        return cls(**{**arguments, **options})
 
     @property
     def name(self) -> str | None:

@@ -39,7 +39,7 @@ class LoggerGroup:
     def __init__(self, loggers: Iterable[Logger] = (), *, is_main: bool = True) -> None:
         self.loggers = list(loggers)
         self.is_main = is_main
-        self._failed: list[Logger] = []
+        self._failed: list[Logger] = []  # loggers that are disabled until the next `start`
         self.record: RunRecord | None = None
         for logger in self.loggers:
             logger.muted = not is_main
@@ -158,6 +158,7 @@ class LoggerGroup:
             self._call(logger, method, *args, **options)
 
     def _call(self, logger: Logger, method: str, *args: object, strict: bool = False, **options: object) -> None:
+        """Call a method of a logger. With `strict`, configuration errors are raised. Other errors are warnings."""
         try:
             getattr(logger, method)(*args, **options)
         except Exception as error:  # whatever a tracker raises, the training continues

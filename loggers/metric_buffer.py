@@ -62,7 +62,10 @@ class _StageMetrics:
 
 
 class DivertedCall(NamedTuple):
-    """The arguments of a recorded call of `log`."""
+    """The arguments of a recorded call of `log`.
+
+    `log` builds it from a tuple of options, so the fields after `batch_size` have the order of `LogOptions`.
+    """
 
     name: str
     value: object
@@ -85,13 +88,15 @@ class MetricBuffer:
     """Buffer of the values that tasks and callbacks log. The loop sets its attributes.
 
     Attributes:
-        in_step: True during a training or evaluation step (or a hook of one batch).
+        in_step: True from the first to the last step of a training epoch, without its validations, and during each
+            batch of an evaluation, with the hooks of the batch.
         batch: the current micro-batch, which determines the weight in a mean. Set it to None after the batch, otherwise
-            the buffer keeps it alive.
+            the buffer keeps it alive. None outside of a batch.
         share: weight of this rank's part of the batch in a mean over the ranks that split its sequences. The weights
             are 1 on average. None if the batch is not split. 0 if the batch is padding of a rank without data.
         dataloader_idx: index of the batch's evaluation loader; None with a single loader and outside of evaluations.
-        diverted: list that records calls of `log` instead of logging. None logs.
+        diverted: list to which `log` appends its calls instead of logging the values. A pipeline sets it,
+            because only its last stage logs: every rank repeats the calls after the step. None disables it.
     """
 
     def __init__(self) -> None:
@@ -102,8 +107,10 @@ class MetricBuffer:
         self.dataloader_idx: int | None = None
         self._stage: EpochStage | None = None
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
-        self._by_name: dict[str, MetricSlot] = {}  # of the stage; empty while closed, so that `log` calls `_open`
-        self._closed_hook = ""  # the hook in which nothing can be logged
+        # The slots of the current stage by name. While closed it is an empty dict, so that each call of `log` calls
+        # `_open`, which raises the error.
+        self._by_name: dict[str, MetricSlot] = {}
+        self._closed_hook = ""  # the hook in which nothing can be logged; empty if `log` may be called
         self._rows = EvaluationRows()
 
     def state_dict(self, owner: nn.Module | None = None) -> dict[str, Any]:
@@ -164,8 +171,10 @@ class MetricBuffer:
         self._by_name = self._stages[stage].by_name
 
     def close(self, where: str) -> None:
-        """Make `log` raise an error until `begin` or `switch` is called. Values logged in the hook `where` would be
-        lost.
+        """Make `log` raise an error until `begin` or `switch` is called, because no flush follows.
+
+        Args:
+            where: the hook, or another place, that the error names.
         """
         self._closed_hook = where
         self._by_name = {}
@@ -222,9 +231,13 @@ class MetricBuffer:
             metric_attribute: Accepted without effect: metrics of torchmetrics are recognized by type. Default: None.
 
         Raises:
-            TaskError: the value is not a single number, or no epoch has begun.
-            ConfigurationError: options contradict each other or an earlier call in the same epoch.
+            LoggedValueError: the value is not a single number.
+            LogPlaceError: no epoch has begun, or the buffer is closed (see `close`).
+            ConfigurationError: the name or an option is not valid, or options contradict each other or an earlier call
+                in the same epoch. Or one metric object is logged in several stages or for several loaders, or one name
+                gets two metric objects in an epoch.
         """
+        # In the order of the fields of `LogOptions` and `DivertedCall`.
         arguments = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         if self.diverted is not None:
             copied = value.detach().clone() if isinstance(value, Tensor) else value
@@ -245,13 +258,15 @@ class MetricBuffer:
             return
         else:
             number = to_number(name, value)
-        if slot.on_step:
+        # A weight of 0 removes padding from a mean only. It must not count in a sum, a minimum or a maximum over ranks
+        # either.
+        is_padding = self.share == 0 and self.batch is not None
+        if slot.on_step and not (is_padding and slot.sync_step):
             slot.last = number
             slot.is_new = True
             if slot.weigh_step:
                 slot.last_weight = self._weight(batch_size)
-        # A share of 0 is padding. Its values must not count in a sum, a minimum or a maximum either.
-        if slot.on_epoch and (self.share != 0 or self.batch is None):
+        if slot.on_epoch and not is_padding:
             slot.values.append(number)
             slot.weights.append(self._weight(batch_size) if slot.weigh else 1)
             if len(slot.values) >= FOLD_EVERY:
@@ -261,7 +276,7 @@ class MetricBuffer:
         if batch_size is None:
             batch_size = 1 if self.batch is None else find_batch_size(self.batch)
         if isinstance(batch_size, Tensor) and batch_size.device.type == "cpu" and batch_size.numel() == 1:
-            batch_size = batch_size.item()  # on the host it does not synchronize with a device
+            batch_size = batch_size.item()  # does not wait, because the tensor is on the host
         if isinstance(batch_size, (int, float)) and batch_size >= 0:
             if self.share is None or self.batch is None:
                 return batch_size
@@ -271,12 +286,15 @@ class MetricBuffer:
         )
 
     def _open(self, name: str, value: object, raw_options: tuple[Any, ...]) -> MetricSlot:
-        """Return the slot for `name` after all checks that `log` skips while its options stay the same."""
+        """Return the slot for `name`, after the checks that `log` skips while its options stay the same.
+
+        `raw_options` are the fields of `LogOptions`.
+        """
         stage = self._check_place(name)
         if isinstance(value, Tensor):
             to_number(name, value)  # the fast path of `log` does not check the dtype
         options = LogOptions(*raw_options)
-        settings = options.settings(name, is_train=stage == "train", has_batch=self.batch is not None)
+        settings = options.settings(name, is_train=stage == "train")
         metrics = self._stages[stage]
         loader = options.dataloader_idx if metrics.num_dataloaders > 1 else None
         has_suffix = options.add_dataloader_idx and loader is not None
@@ -285,7 +303,8 @@ class MetricBuffer:
             self._check_stages_of_metric(name, value)
             if has_suffix:
                 self._check_loaders_of_metric(name, suffix, value)
-        # Values of an epoch's hook do not add to those that steps have logged under the same name: the later counts.
+        # A hook of the epoch and steps have separate slots for the same name, whose values are not added. `flush_epoch`
+        # returns the value of the later slot that has one.
         key = name + suffix if options.in_step else name + suffix + _HOOK_SUFFIX
         slot = metrics.slots.get(key)
         if slot is None:
@@ -293,6 +312,7 @@ class MetricBuffer:
             slot.is_free = True
             metrics.slots[key] = slot
         if same_function(slot.settings.reduction, settings.reduction):
+            # Keep the first function object, so that the settings compare equal.
             settings = settings._replace(reduction=slot.settings.reduction)
         if slot.is_free:
             slot.reconfigure(settings)
@@ -380,7 +400,7 @@ class MetricBuffer:
     def peek(self) -> Flushed:
         """Return this rank's step values since the last flush. Later calls of `peek_new` omit them.
 
-        Waits for the device. Not collective.
+        The next flush returns them too. Waits for the device. Not collective.
         """
         return read_steps(self._slots_of_stage())
 
@@ -493,6 +513,10 @@ class MetricBuffer:
             exchange: see `flush_step`. Keys that only some ranks have logged appear on all ranks. Default: None.
             keep: do not reset the aggregates, because a later fit continues the epoch. Default: False.
             owner: the task. Default: None.
+
+        Raises:
+            ConfigurationError: the ranks reduce a key differently.
+            TaskError: a user-defined reduction does not return a number.
         """
         slots = [slot for slot in self._slots_of_stage() if slot.on_epoch]
         local_keys = {slot.key for slot in slots if slot.settings.sync_dist is False}
@@ -507,7 +531,8 @@ class MetricBuffer:
         payload = {"metrics": shared, "objects": objects_payload(objects, owner)}
         gathered = [payload] if exchange is None else exchange(payload)
         reductions: dict[str, Reduction | None] = {}
-        # A step and a hook of the epoch may have a slot of the same key each. The last one is one with values.
+        # A step and a hook of the epoch may each have a slot with this key. Slots with values are last in this order,
+        # so that their reduction replaces that of a slot without values.
         for slot in sorted(slots, key=lambda slot: slot.has_epoch_values):
             reductions[slot.key] = slot.settings.reduction
         flushed = Flushed()

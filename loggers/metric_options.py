@@ -22,15 +22,16 @@ _AS_KIND: dict[Any, str] = {
 
 
 class MetricSettings(NamedTuple):
-    """Options of one key, with default values applied."""
+    """Options of one key, with default values applied; see `MetricBuffer.log`."""
 
     on_step: bool
     on_epoch: bool
     prog_bar: bool
     logger: bool
-    reduction: Reduction | None  # None: a function, after a resume, until `log` passes it again
+    # A name of `_KINDS` or a function. None after a resume, in place of a function, until `log` passes it again.
+    reduction: Reduction | None
     sync_dist: bool | None
-    main_only: bool
+    main_only: bool  # `rank_zero_only`
 
 
 class LogOptions(NamedTuple):
@@ -50,13 +51,16 @@ class LogOptions(NamedTuple):
     in_step: bool
     dataloader_idx: int | None
 
-    def settings(self, name: str, *, is_train: bool, has_batch: bool) -> MetricSettings:
+    def settings(self, name: str, *, is_train: bool) -> MetricSettings:
         """Apply the defaults, which depend on the hook that calls `log`.
 
         Args:
             name: the metric's name, for errors.
             is_train: True in the train stage.
-            has_batch: True during a step or a hook of a batch.
+
+        Raises:
+            ConfigurationError: neither `on_step` nor `on_epoch` is set, `on_step` is set outside of a step, or the
+                reduction is unknown.
         """
         in_training_step = is_train and self.in_step
         on_step = in_training_step if self.on_step is None else bool(self.on_step)
@@ -66,9 +70,7 @@ class LogOptions(NamedTuple):
                 f"log({name!r}, on_step={self.on_step}, on_epoch={self.on_epoch}) would have no effect. Set "
                 "on_step=True or on_epoch=True."
             )
-        # Hooks of an evaluation batch run outside of `in_step`, but their values belong to that batch.
-        has_step = self.in_step or (has_batch and not is_train)
-        if on_step and not has_step:
+        if on_step and not self.in_step:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Remove "
                 "on_step, or call it in a *_step or a hook of a batch."

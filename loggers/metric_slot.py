@@ -81,7 +81,7 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 
 
 def pick(values: Sequence[float], kind: str) -> float:
-    """Return the smallest (`"min"`) or largest (`"max"`) number, or NaN if any number is NaN."""
+    """Return the smallest number for `"min"`, else the largest. Return NaN if any number is NaN."""
     # Python's min and max depend on the order of a NaN: min(1.0, nan) is 1.0, min(nan, 1.0) is nan.
     if any(math.isnan(value) for value in values):
         return float("nan")
@@ -110,6 +110,7 @@ class MetricSlot:
         "seen_step",
         "settings",
         "suffix",
+        "sync_step",
         "totals",
         "values",
         "weigh",
@@ -129,7 +130,7 @@ class MetricSlot:
         self.is_new = False  # True: `last` is of the current batch of an evaluation
         self.seen_step: Any = None  # the `last` that was read before a flush
         self.values: list[float | Tensor] = []  # of the epoch, not folded yet: at most FOLD_EVERY
-        self.weights: list[float] = []  # of `values`
+        self.weights: list[float] = []  # of `values`; 1 for each value unless `weigh`
         self.metric: Any = None  # the torchmetrics object, when that is what was logged
         self.last_metric: Any = None  # the same, kept after the end of the epoch to find objects that stages share
         self.loader: int | None = None  # index of the evaluation loader, if there are several
@@ -156,8 +157,10 @@ class MetricSlot:
         self.on_step = settings.on_step
         self.on_epoch = settings.on_epoch
         is_mean = settings.reduction == "mean"
+        self.sync_step = settings.sync_dist is True  # step values are reduced over ranks
+        # Whether `log` computes the weight of a value, for the mean of the epoch and for the mean of a step over ranks.
         self.weigh = is_mean and settings.on_epoch
-        self.weigh_step = is_mean and settings.on_step and settings.sync_dist is True
+        self.weigh_step = is_mean and settings.on_step and self.sync_step
         if not settings.on_step:
             self.last = None
 
@@ -177,13 +180,19 @@ class MetricSlot:
         self.weight: float = 0.0  # of all folded values
         # The aggregate of folded values: numbers of Python on the host, and tensors on their devices.
         self.host_total: float = 0.0  # sum of value × weight
-        self.host_extreme: float | None = None  # for `"min"` and `"max"`
+        # The smallest value for `"min"`, else the largest. Only `"min"` and `"max"` use it. For every reduction,
+        # None means that no value of the host has been folded (see `has_epoch_values`).
+        self.host_extreme: float | None = None
         self.totals: dict[torch.device, Tensor] = {}  # weighted sum or extreme, in 0-dim tensors
-        self.chunks: list[Tensor | list[float]] = []  # all values in their order, for a user-defined reduction
+        self.chunks: list[Tensor | list[float]] = []  # all values in their order, for a user-defined reduction only
         self.seen_epoch: tuple[float, int, int] | None = None  # `epoch_count` when the aggregate was read
 
     def observe(self, metric: object) -> None:
-        """Store a torchmetrics object. Its value in this step is the last result of its `forward`."""
+        """Store a torchmetrics object. Its value in this step is the last result of its `forward`.
+
+        Raises:
+            ConfigurationError: the slot has another object in this epoch.
+        """
         if self.metric is not None and self.metric is not metric:
             raise ConfigurationError(
                 f"log({self.key!r}) got two different metric objects in one epoch; give each its own name."
@@ -251,18 +260,18 @@ class MetricSlot:
 
     def _fold_device(self, device: torch.device, tensors: list[Tensor], weights: list[float]) -> None:
         stacked = torch.stack(tensors).to(accumulator_dtype(device))
-        before = self.totals.get(device)
+        previous_total = self.totals.get(device)
         if self.kind in ("min", "max"):
-            if before is not None:
-                stacked = torch.cat([before.reshape(1), stacked])
+            if previous_total is not None:
+                stacked = torch.cat([previous_total.reshape(1), stacked])
             self.totals[device] = stacked.amin() if self.kind == "min" else stacked.amax()
             return
-        if weights.count(weights[0]) == len(weights):
+        if weights.count(weights[0]) == len(weights):  # all weights are equal
             folded = stacked.sum() * weights[0]
         else:
             # Weights are kernel arguments: a tensor made of them would be a copy that waits for the device.
             folded = torch.stack(torch._foreach_mul(stacked.unbind(), weights)).sum()
-        self.totals[device] = folded if before is None else before + folded
+        self.totals[device] = folded if previous_total is None else previous_total + folded
 
 
 def _place_and_dtype(value: float | Tensor) -> tuple[torch.device, torch.dtype] | None:
@@ -332,7 +341,10 @@ def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:
     state["weights"] = list(slot.weights)
     # The type only: the resumed run has its own device of this type.
     state["totals"] = {device.type: float(numbers[id(total)][0]) for device, total in slot.totals.items()}
-    state["chunks"] = [pack(chunk if isinstance(chunk, list) else [chunk], numbers) for chunk in slot.chunks]
+    state["chunks"] = []
+    for chunk in slot.chunks:
+        values = chunk if isinstance(chunk, list) else [chunk]
+        state["chunks"].append(pack(values, numbers))
     has_number = isinstance(slot.last, (float, Tensor))  # results of metric objects are not stored
     state["last"] = pack([slot.last], numbers) if has_number else None
     return state

@@ -130,6 +130,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> State:
     merged["weight"] = sum(entry.weight for entry in entries)
     merged["host_total"] = sum(totals)
     has_extreme = bool(totals) and not values
+    # Not None for sums and means either: it marks that the slot has values (see `MetricSlot.clear_epoch`).
     merged["host_extreme"] = pick(totals, slots[0].kind) if has_extreme else None
     merged["metric"] = None  # objects of several ranks are not merged
     return merged
@@ -154,7 +155,8 @@ def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
     copies: list[MetricSlot] = []
     with_objects: list[MetricSlot] = []
     for slot in slots:
-        is_new = any(slot.epoch_count) and slot.seen_epoch != slot.epoch_count
+        has_values = any(slot.epoch_count)  # (0.0, 0, 0) without values
+        is_new = has_values and slot.seen_epoch != slot.epoch_count
         if not slot.on_epoch or not is_new:
             continue
         slot.seen_epoch = slot.epoch_count
@@ -170,7 +172,10 @@ def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
 
 
 def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
-    """Return this rank's latest step values. The next flush returns them too. Waits for each device once."""
+    """Return this rank's latest step values, and mark them as read (`seen_step`). The next flush returns them too.
+
+    Waits for each device once.
+    """
     flushed = Flushed()
     values: list[tuple[Entry, float | Tensor]] = []
     for slot in slots:
@@ -256,7 +261,7 @@ class Entry(NamedTuple):
         kind: `"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`.
         main_only: True if only rank 0's value is used.
         total: the weighted sum (mean), the sum, the smallest or the largest value.
-        weight: the sum of the weights; 0 if this rank has no value.
+        weight: the sum of the weights, which only a mean uses.
         values: all values, for a user-defined reduction.
         loader: index of the evaluation loader, or None.
         epoch_closed: True if the aggregate of the epoch in which the value was logged has been read.
@@ -389,6 +394,7 @@ def put_objects(
         path, entry = shared[key]
         metric: Any = objects[key].metric if key in objects else None
         is_on_all_ranks = num_ranks == len(gathered)
+        # With a path, ranks that have not logged the object compute it in the second branch.
         if metric is not None and (is_on_all_ranks or path is not None):
             result = metric.compute()
         elif path is not None and owner is not None:

@@ -48,12 +48,14 @@ def resolve_loggers(
     if spec is False:
         return []
     items: Iterable[object] = spec if isinstance(spec, Iterable) and not isinstance(spec, str) else [spec]
-    found: list[Logger] = []
+    loggers: list[Logger] = []
     for item in items:
         if not isinstance(item, (str, Logger)):
             check_owner(item)
             raise ConfigurationError(
                 f"logger={spec!r}: expected True, False, a name ({', '.join(LOGGERS)}), a Logger, or a list of these."
             )
-        found.append(LOGGERS.get(item).in_folder(Path(default_root_dir)) if isinstance(item, str) else item)
-    return found
+        if isinstance(item, str):
+            item = LOGGERS.get(item).in_folder(Path(default_root_dir))
+        loggers.append(item)
+    return loggers

@@ -63,29 +63,30 @@ class RunRecord:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the imported packages that may change the results of a run."""
-    found = {"trainwright": __version__}
+    versions = {"trainwright": __version__}
     for name in _PACKAGES:
         if name in sys.modules:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout on the path
-                found[name] = importlib.metadata.version(name)
-    return found
+                versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @functools.cache
 def code_version(folder: Path) -> dict[str, str] | None:
     """Return the commit that is checked out around a folder, and a hash of the uncommitted changes if there are any.
 
-    Starts git once per folder. Returns None outside of a repository, without git, or if git takes 5 seconds.
+    For example, `{"commit": "7d79…", "changes": "<16 hex digits>"}`. Untracked files are not included.
+    Starts git once per folder. Returns None outside of a repository, without git, or if a git command takes 5 seconds.
     """
     try:
         commit = _git(folder, "rev-parse", "HEAD").decode().strip()
         changes = _git(folder, "diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return None
-    found = {"commit": commit}
+    version = {"commit": commit}
     if changes:
-        found["changes"] = hashlib.sha256(changes).hexdigest()[:16]
-    return found
+        version["changes"] = hashlib.sha256(changes).hexdigest()[:16]
+    return version
 
 
 def _git(folder: Path, *arguments: str) -> bytes:

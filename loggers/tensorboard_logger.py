@@ -36,6 +36,9 @@ class TensorBoardLogger(VersionedLogger):
         default_hp_metric: log the metric `hp_metric` with the hyper-parameters, so that TensorBoard lists the run in
             its table of hyper-parameters even if `log_hyperparams` receives no metrics. Default: True.
         writer_options: passed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
+
+    Raises:
+        ConfigurationError: SummaryWriter does not have the option. See also `VersionedLogger`.
     """
 
     NAME_HPARAMS_FILE = "hparams.yaml"
@@ -62,7 +65,7 @@ class TensorBoardLogger(VersionedLogger):
                     f"SummaryWriter: {', '.join(_WRITER_OPTIONS)}."
                 )
         self._writer_options = writer_options
-        self._writer: Any = None
+        self._writer: Any = None  # a SummaryWriter, which the first entry creates
 
     @property
     def sub_dir(self) -> Path | None:
@@ -87,21 +90,22 @@ class TensorBoardLogger(VersionedLogger):
         loader = require_package(
             "tensorboard.backend.event_processing.event_file_loader", purpose="TensorBoardLogger", install="tensorboard"
         )
-        found: dict[str, int] = {}
+        last_steps: dict[str, int] = {}
         for path in sorted(self._folder().glob(_EVENT_FILES)):
             for event in loader.EventFileLoader(str(path)).Load():
                 if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-                    found = {tag: min(last, event.step - 1) for tag, last in found.items()}  # later values are hidden
+                    # A restart mark hides values from its step on.
+                    last_steps = {tag: min(last, event.step - 1) for tag, last in last_steps.items()}
                 for value in event.summary.value:
-                    found[value.tag] = event.step
-        return found
+                    last_steps[value.tag] = event.step
+        return last_steps
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
         """Hide values of all curves from `step` on. TensorBoard's restart mark cannot be limited to `names`."""
         events = require_package("tensorboard.compat.proto.event_pb2", purpose="TensorBoardLogger")
         mark = events.Event(step=step, session_log=events.SessionLog(status=events.SessionLog.START))
         self._backend().file_writer.add_event(mark, step)
-        self._previous = {}
+        self._previous = {}  # the mark has hidden the later values of all curves
 
     def log_hyperparams(
         self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None, step: int = 0
@@ -110,12 +114,15 @@ class TensorBoardLogger(VersionedLogger):
 
         Args:
             params: hyper-parameters. The name of a nested entry is joined by slashes, as in `optimizer/lr`.
-            metrics: metrics in the table. Default: None, which is `hp_metric` if `default_hp_metric` is set.
+            metrics: metrics in the table. Default: None, which is `hp_metric` with the value -1. It is omitted without
+                `default_hp_metric`, and in a folder with a log, which contains it already.
             step: the step at which `metrics` are logged. Default: 0.
         """
         self.write_hyperparams(params)
         if metrics is None:
-            metrics = {"hp_metric": -1.0} if self._default_hp_metric and not self._continues else {}
+            metrics = {}
+            if self._default_hp_metric and not self._continues:
+                metrics = {"hp_metric": -1.0}
         table = {name: str(value) if value is None else value for name, value in flatten(self._hyperparams).items()}
         summary = require_package("torch.utils.tensorboard.summary", purpose="TensorBoardLogger", install="tensorboard")
         writer = self._backend()

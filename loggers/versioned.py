@@ -77,17 +77,19 @@ class VersionedLogger(Logger):
         self._version = version
         self._is_version_fixed = version is not None
         self._sub_dir = Path(sub_dir) if sub_dir is not None else None
-        self._last_step: int | None = None
-        self._keep_until: int | None = None  # rows up to this step belong to the run that is continued
-        self._continues = False  # True: the folder contains a log, and this run has not logged yet
+        self._last_step: int | None = None  # the largest step that was logged; None before the first
+        # Set by `load_state_dict`: rows up to this step belong to the run that is continued. None for a new run.
+        self._keep_until: int | None = None
+        self._continues = False  # True if the folder contains a log and this run has not logged yet
         # The last step of each curve of an earlier run, until this run logs the curve.
         self._previous: dict[str, int] = {}
-        self._hyperparams: dict[str, Any] = {}
+        self._hyperparams: dict[str, Any] = {}  # of all calls, as in `hparams.yaml`
         self._of_evaluations: dict[str, VersionedLogger] = {}  # loggers of evaluation steps by stage
-        self._with_later_rows: set[str] = set()  # their stages whose logs may have rows from after the checkpoint
+        # Stages whose logs may have rows from after the checkpoint of a resumed run. Opening the log removes them.
+        self._with_later_rows: set[str] = set()
 
     _OPEN: ClassVar[tuple[str, ...]] = ()
-    """Attributes that hold open things, which a copy in another process opens for itself."""
+    """Names of attributes with open files. They are None in a copy, which opens its own files."""
 
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
@@ -212,7 +214,10 @@ class VersionedLogger(Logger):
         if self._previous:
             overlapping: list[str] = []
             for name in names:
-                if name in self._previous and name not in WHERE and self._previous.pop(name) > step:
+                if name not in self._previous or name in WHERE:
+                    continue
+                previous_step = self._previous.pop(name)
+                if previous_step > step:
                     overlapping.append(name)
             if overlapping:
                 self.remove_from(step, overlapping)
@@ -232,19 +237,20 @@ class VersionedLogger(Logger):
 
     def _open_for(self, stage: str, step: int) -> VersionedLogger:
         assert self._run is not None
-        log = copy.copy(self)  # without open files, as in another process
-        log._close()
+        log = copy.copy(self)  # by `__getstate__`, so without open files and not started
+        log._close()  # clears pending rows
         log._sub_dir = Path(self._sub_dir or "", stage)
         log._of_evaluations = {}
         log._previous = {}
-        # The checkpoint of a resumed run was made before its first row here, so that later entries are removed.
+        # `step` is the first evaluation step after the checkpoint of a resumed run. Rows from this step on were logged
+        # after the checkpoint.
         log._keep_until = step - 1 if stage in self._with_later_rows else None
         self._with_later_rows.discard(stage)
         log.start(self._run)
         return log
 
     def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
-        """Return `metrics` with prefixed names. Omit those of the file's `own` columns, with a warning."""
+        """Return `metrics` with prefixed names. Omit names in `own`, the file's own columns, with a warning."""
         row = self.prefixed(metrics)
         for name in own:
             if name in row:
@@ -262,7 +268,7 @@ class VersionedLogger(Logger):
         write_atomically(self._folder() / "hparams.yaml", yaml.safe_dump(self._hyperparams, sort_keys=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the version and the last step logged."""
+        """Return the version and the last step logged; None before they are known."""
         return {"version": self._version, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

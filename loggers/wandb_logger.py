@@ -43,6 +43,10 @@ class WandbLogger(RemoteLogger):
         add_file_policy: `"mutable"` lets W&B copy a checkpoint before the upload. `"immutable"` uploads it without a
             copy. Default: `"mutable"`.
         init_options: arguments of `wandb.init`, for example `entity`, `group`, `tags`, `config`.
+
+    Raises:
+        ConfigurationError: `log_model` is set with `offline`, `id` and `version` differ, or `log_model` or
+            `add_file_policy` is unknown.
     """
 
     _folder_argument = ("save_dir", "")
@@ -86,7 +90,8 @@ class WandbLogger(RemoteLogger):
         self._checkpoint_name = checkpoint_name
         self._add_file_policy = add_file_policy
         self._init_options = init_options
-        self._experiment = experiment
+        self._experiment = experiment  # None until `start` opens a run
+        # True if this logger opens and finishes the run. False for a run that was passed or that was already open.
         self._is_ours = experiment is None
         self._resumed_step: int | None = None  # the last step in a resumed history
         self._resumed_evaluation_steps: dict[str, int] = {}  # the last evaluation steps, by the key of their x-axis
@@ -102,8 +107,10 @@ class WandbLogger(RemoteLogger):
         return self._experiment
 
     def start(self, run: RunInfo) -> None:
-        """Open the W&B run. Blocks until W&B's service has started and, online, the server has answered. If the server
-        does not answer within 10 s, a warning is issued and the run is recorded offline.
+        """Open the W&B run. Blocks until W&B's service has started and, online, the server has answered.
+
+        If the server does not answer within 10 s, a warning is issued and the run is recorded offline. With `settings`
+        in `init_options`, their timeout applies and W&B's error is raised.
         """
         if self._run is not None:
             return
@@ -176,7 +183,9 @@ class WandbLogger(RemoteLogger):
         values = self.prefixed(metrics)
         if key not in self._resumed_evaluation_steps:
             last_step = None if self._resumed_step is None else self._experiment.summary.get(key)
+            # -1 is below every step: nothing is skipped.
             self._resumed_evaluation_steps[key] = -1 if last_step is None else int(last_step)
+        # `epoch` keeps the training step as its x-axis, because training logs it too.
         for name in values.keys() - self._evaluation_names - {"epoch"}:
             self._experiment.define_metric(name, step_metric=key)
             self._evaluation_names.add(name)
@@ -191,7 +200,7 @@ class WandbLogger(RemoteLogger):
         Args:
             key: name of the entry.
             image: the image, a path or a `wandb.Image`, or a list of them.
-            step: 0-based step. Default: None, the step of the run's next row.
+            step: 0-based step. Default: None, the latest step that was logged.
             images: the list, under Lightning's name.
             options: arguments of `wandb.Image`, such as `caption=`; for a list of images, lists of the same length.
         """

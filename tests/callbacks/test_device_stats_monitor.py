@@ -27,6 +27,14 @@ def test_on_the_cpu_the_host_is_read_at_log_steps(tmp_path: Path) -> None:
     assert run.logged[0][1]["DeviceStatsMonitor/process_rss_bytes"] > 1e6
 
 
+def test_a_second_fit_logs_at_the_step_at_which_the_first_has_logged_last(tmp_path: Path) -> None:
+    callback = DeviceStatsMonitor()
+    for _ in range(2):
+        run = FakeRun([callback], tmp_path, log_every_n_steps=3)
+        run.fit(epochs=1, batches=3)
+        assert [step for step, _ in run.logged] == [3]
+
+
 @pytest.mark.parametrize(
     ("backend", "found"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,3 +121,20 @@ def test_what_cannot_be_pruned_is_an_error(tmp_path: Path) -> None:
         _fit(tmp_path, ModelPruning("l1_unstructured", parameter_names=["kernel"]))
     with pytest.raises(ConfigurationError, match="strategy='ddp'"):
         _fit(tmp_path, ModelPruning("l1_unstructured"), strategy="fsdp")
+
+
+def test_the_generator_of_an_accelerator_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `torch.manual_seed` seeds every device, so that all ranks would draw the same dropout masks afterwards.
+    task = RegressionTask()
+    states = ["of the run"]
+    cuda = SimpleNamespace(
+        get_rng_state=lambda device: states[-1],
+        set_rng_state=lambda state, device: states.append(state),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: states.append("seeded"))
+    callback = ModelPruning("random_unstructured", use_lottery_ticket_hypothesis=False)
+    run: Any = SimpleNamespace(current_epoch=0, world_size=1, device=torch.device("cuda"))
+    callback.on_fit_start(run, task)
+    callback.on_train_epoch_end(run, task)
+    assert states == ["of the run", "seeded", "of the run"]

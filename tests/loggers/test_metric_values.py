@@ -65,6 +65,16 @@ def test_synced_step_values_and_epochs_aggregates_are_reduced_over_ranks(kind: s
     assert found == [{"m": expected}] * 2
 
 
+@pytest.mark.parametrize("kind", ["sum", "mean", "min", "max"])
+def test_a_batch_of_padding_does_not_count_in_a_synced_step_value(kind: str) -> None:
+    def log(buffer: MetricBuffer, rank: int) -> None:
+        buffer.batch = [0]
+        buffer.share = 0.0 if rank == 1 else None  # rank 1 has no data
+        buffer.log("m", 5.0 if rank == 0 else (9.0 if kind == "max" else 1.0), reduce_fx=kind, sync_dist=True)
+
+    assert steps(2, log) == [{"m": 5.0}] * 2
+
+
 @pytest.mark.parametrize(("kind", "values"), [("min", (1.0, math.nan)), ("max", (math.nan, 1.0))])
 def test_a_rank_whose_value_is_nan_makes_the_extreme_nan(kind: str, values: tuple[float, float]) -> None:
     found = epochs(2, lambda buffer, rank: buffer.log("m", values[rank], reduce_fx=kind))
