@@ -16,7 +16,9 @@ from tests.checkpoint.foreign import Evil
 from tests.checkpoint.snapshots import names_of
 from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
+from trainwright.checkpoint.format.regions import Box
 from trainwright.checkpoint.interop.convert import convert_checkpoint
+from trainwright.checkpoint.interop.dcp_folder import ForeignShards
 from trainwright.checkpoint.interop.sharded_folder import merge_weights
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
@@ -191,3 +193,11 @@ def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
         merge_weights(tmp_path, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         merge_weights(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_shards_with_different_data_types_are_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+    shards = ForeignShards()
+    shards.add("weight", Box((0,), (2,)), (4,), torch.float32, lambda: torch.zeros(2))
+    shards.add("weight", Box((2,), (2,)), (4,), torch.float16, lambda: torch.zeros(2))
+    with pytest.raises(CheckpointError, match="is incomplete: the shards of 'weight' do not belong to a F32 tensor"):
+        shards.full("weight", (4,), torch.float32, tmp_path)

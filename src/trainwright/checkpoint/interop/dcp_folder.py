@@ -24,7 +24,7 @@ import torch
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
 from trainwright.checkpoint.format.regions import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
-from trainwright.checkpoint.format.shard_files import SavedTensor, ShardFiles, loaded
+from trainwright.checkpoint.format.shard_files import SavedTensor, StoredShards, loaded
 from trainwright.checkpoint.interop.pickle_parser import Placeholder, checked_size, checked_sizes, parse_pickle
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
@@ -35,19 +35,21 @@ _TORCH = "torch.distributed.checkpoint"
 
 
 class _Shard(NamedTuple):
-    """One shard. It replaces the shards of `ShardFiles`, which are in files of a checkpoint.
+    """One shard.
 
     Attributes:
         region: its location in the full tensor.
         read: function that returns its values, in any shape.
         dtype: result of `dtype_name`.
         shape: shape of the full tensor.
+        origin: the file, for messages.
     """
 
     region: Region
     read: Callable[[], torch.Tensor]
     dtype: str
     shape: tuple[int, ...]
+    origin: str = "another file"
 
 
 class _Place(NamedTuple):
@@ -58,19 +60,14 @@ class _Place(NamedTuple):
     length: int
 
 
-class ForeignShards(ShardFiles):
+class ForeignShards(StoredShards[_Shard]):
     """Shards of tensors of another program. Values are read when a tensor is used."""
-
-    def __init__(self) -> None:
-        # The constructor of `ShardFiles` reads files, and is not called. `find` uses `_by_name` and `_mapped` only.
-        self._by_name = {}
 
     def add(
         self, name: str, region: Region, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> None:
         """Add the shard `region` of the tensor `name`, whose full shape is `shape`. `read` returns its values."""
-        shard: Any = _Shard(region, read, dtype_name(dtype), shape)
-        self._by_name.setdefault(name, []).append(shard)
+        self.add_shard(name, _Shard(region, read, dtype_name(dtype), shape))
 
     def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
         """Return a full tensor, whose values are read on use.
@@ -82,8 +79,7 @@ class ForeignShards(ShardFiles):
         except CheckpointError as error:
             raise CheckpointError(f"{origin} is incomplete: {error}") from error
 
-    def _mapped(self, shard: Any) -> torch.Tensor:
-        """Return the values of a shard in the form in which `ShardFiles` stores them."""
+    def _stored_values(self, shard: _Shard) -> torch.Tensor:
         return to_storable(shard.read().reshape(lengths_of(shard.region)))[0]
 
 
