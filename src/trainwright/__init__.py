@@ -1,6 +1,7 @@
-"""Trainwright: a PyTorch training framework with two entry points, `Trainer` and `Accelerator`. Names are imported on
-first use (PEP 562), so that `import trainwright` and the command line are fast: importing this package imports only the
-standard library.
+"""Trainwright: a PyTorch training framework with two entry points, `Trainer` and `Accelerator`.
+
+Names are imported on first use (PEP 562), so that `import trainwright` and the command line are fast: importing this
+package imports only the standard library.
 """
 
 from __future__ import annotations

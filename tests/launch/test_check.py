@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from trainwright import Accelerator
 from trainwright.cli.main import main
+from trainwright.launch import check as check_command
 from trainwright.launch import check_processes
 from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, Finding, failed, table
 from trainwright.launch.check_processes import Check, combined
+from trainwright.launch.launch import PREFIX
 
 
 def test_the_table_has_the_advice_below_a_failure() -> None:
@@ -50,6 +53,21 @@ def test_a_failure_of_one_rank_is_a_failure() -> None:
 def test_wrong_options_start_nothing(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_machines_that_do_not_meet_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RendezvousError("too few machines")
+
+    monkeypatch.setenv(PREFIX, "")
+    monkeypatch.setattr(check_command, "set_environment", lambda config: (1, 1))
+    monkeypatch.setattr(check_command, "run_agent", fail)
+    assert main(["check", "--cpu"]) == 1
+    output = capsys.readouterr().out
+    assert "RendezvousError: too few machines" in output
+    assert PARTS["processes"] in output
 
 
 @pytest.fixture

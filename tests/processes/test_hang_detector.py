@@ -315,6 +315,12 @@ def test_ranks_that_stand_alike_share_a_line_and_a_stack() -> None:
     assert text.index("rank 3, process") < text.index("rank 0, process")  # the one that all wait for comes first
 
 
+def test_the_name_of_a_collective_is_not_changed_for_several_ranks() -> None:
+    answers = {rank: _position(rank, "distribute_tensor") for rank in (0, 1)}
+    text = hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
+    assert "  ranks 0-1 wait in distribute_tensor: fit, step 3" in text
+
+
 def test_the_report_names_the_last_collective_of_each_rank() -> None:
     answers = {rank: replace(_position(rank, ""), last_collective="gloo:all_reduce, number 7") for rank in (0, 1)}
     answers[2] = replace(_position(2, ""), last_collective="gloo:all_reduce, number 6")

@@ -17,7 +17,10 @@ from trainwright.launch.reading import default_file, read_file
 __all__ = ["default_config_file", "load_config_from_file"]
 
 default_config_file = str(default_file() or default_path())
-"""The configuration file that `launch` reads by default, or where `config` writes the file if there is none."""
+"""Path of the configuration file that `launch` reads by default, at the time of the import.
+
+If it does not exist, the path at which `trainwright config` writes it.
+"""
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None = None) -> LaunchConfig:
@@ -28,7 +31,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None = None) -> 
             `default_config_file`.
 
     Raises:
-        ConfigurationError: The file cannot be read, or sets an unknown option.
+        ConfigurationError: The file does not exist or cannot be read, or sets an unknown option or an invalid value.
     """
     _, options = read_file(default_config_file if config_file is None else config_file)
     return LaunchConfig(**options)

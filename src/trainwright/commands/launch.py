@@ -54,6 +54,7 @@ def launch_command(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigurationError: An option or the script is not valid. No process has been started.
+        MissingPackageError: A package or program that an option needs is missing. No process has been started.
         SystemExit: A process failed.
     """
     words: list[str] = []

@@ -47,8 +47,8 @@ class Finding:
     Attributes:
         part: the part of the check, a key of `PARTS`.
         result: `"pass"`, `"fail"` or `"skipped"`.
-        found: figures, or the error.
-        advice: what to do after a failure.
+        found: figures, the error, or the reason why the part is skipped.
+        advice: what to do after a failure. Empty otherwise.
     """
 
     part: str
@@ -102,6 +102,8 @@ def check(argv: Sequence[str]) -> int:
 
 def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding]:
     """Run all parts in new processes. Return a row for each part."""
+    from torch.distributed.elastic.rendezvous import RendezvousError  # torch takes seconds
+
     local, _ = set_environment(config)
     set_variable(PREFIX, "[rank ${rank}] ")
     results = temporary / "results"
@@ -110,19 +112,19 @@ def _run(config: LaunchConfig, run_folder: str, temporary: Path) -> list[Finding
     command = LaunchCommand(config, _MODULE, [str(work), str(results)], "module", [])
     problem = ""
     try:
-        with redirect_stdout(sys.stderr):  # of the agent: the rows alone are output
+        with redirect_stdout(sys.stderr):  # of the agent, because only the rows are written to stdout
             first = run_agent(command, local, config.log_dir or str(temporary / "logs"))
         if first is not None:
             problem = f"rank {first.rank} ended ({first.how}); its output is above"
-    except (OSError, RuntimeError, TimeoutError) as error:  # machines that do not meet
-        problem = f"{type(error).__name__}: {error}"
+    except (OSError, RuntimeError, RendezvousError) as error:  # machines that do not meet
+        problem = f"{type(error).__name__}: {error}".removesuffix(": ")  # some errors of torch have no text
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return complete(_read(results), problem)
 
 
 def _read(results: Path) -> list[Finding]:
-    """Return the rows of the process that wrote the most rows. A process that hangs writes no own_flags rows."""
+    """Return the rows of the process that wrote the most rows. A process that hangs writes no further rows."""
     lines_by_process = [file.read_text().splitlines() for file in sorted(results.glob("*.jsonl"))]
     longest = max(lines_by_process, key=len, default=[])
     return [Finding(**json.loads(line)) for line in longest]

@@ -35,23 +35,23 @@ LIMIT_S = 45.0
 _DELAY_S = 3.0  # from the first failure of a rank to the end of the others, so that they can report errors too
 _POLL_S = 0.2
 _WIDTH = 16
-_BATCH_SIZE = 4
-_STEPS = 20
+_BATCH_SIZE = 4  # of a process
+_STEPS = 20  # optimizer steps of each training
 # Largest relative difference from plain PyTorch in float32, by mixed precision.
 _TOLERANCE = {"no": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "fp8": 2e-1}
-_MAX_SKEW_S = 1.0
-_MIN_FREE_BYTES = 2**30
-_WRITTEN_BYTES = 2**25
+_MAX_SKEW_S = 1.0  # between the clocks of two ranks
+_MIN_FREE_BYTES = 2**30  # in the run folder
+_WRITTEN_BYTES = 2**25  # to measure the speed of the run folder
 
-Facts = tuple[str, str]  # result and found
+Facts = tuple[str, str]  # `Finding.result` and `Finding.found` of one rank
 
 
 class _ProblemError(Exception):
-    """A check that failed."""
+    """Failure of a part. The message is the row's `found`."""
 
 
 class _NotNeeded(Exception):
-    """A check that does not apply."""
+    """A part does not apply. The message is the reason."""
 
 
 def _expect(condition: bool, problem: str) -> None:
@@ -60,7 +60,14 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 class Watch:
-    """Watchdog that ends this machine's processes if a part takes longer than `LIMIT_S`, or waits for a failed rank."""
+    """Watchdog that ends this machine's processes if a part takes longer than `LIMIT_S`, or waits for a failed rank.
+
+    Attributes:
+        store: connection to the store of the process group, for this thread. None until the processes have met.
+        _part: the current part, or the last one between two parts.
+        _end_s: time at which the part has taken too long. Infinite between two parts.
+        _lock: held while a row is written, so that a part that has just ended is not reported as stopped.
+    """
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None
@@ -104,6 +111,7 @@ class Watch:
         try:
             if self.store is not None and self.store.check([_failure_key(self._part)]):
                 # Other ranks may still finish the part, or fail with an error of their own.
+                # `min` keeps the time of the first check that sees the failure.
                 self._end_s = min(self._end_s, now_s + _DELAY_S)
             if now_s <= self._end_s:
                 return []
@@ -113,6 +121,7 @@ class Watch:
             return [f"the connection to rank 0 is lost: {error}"]
 
     def _end(self, reasons: list[str]) -> None:
+        """Write the row of the current part, and end all processes of this machine."""
         self._write(failed(self._part, f"{STOPPED}{'; '.join(reasons)}"))
         # torch's agent would wait 30 s for a process that is stopped.
         for file in self._rows_file.parent.glob("*.jsonl"):
@@ -153,7 +162,15 @@ def _failure_key(part: str) -> str:
 
 
 class Check:
-    """State of a check: Accelerator, folder of the run, which does not exist yet, and exchange between ranks."""
+    """State of a check, and exchange between its ranks.
+
+    Args:
+        accelerator: the Accelerator that all parts use.
+        folder: folder for the files of this check, which the part "run folder" creates.
+
+    Attributes:
+        failed: the parts that have failed so far, the same on every rank.
+    """
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
         self.accelerator = accelerator
@@ -202,7 +219,10 @@ class Check:
 
 
 def combined(part: str, facts: list[Facts]) -> Finding:
-    """Return the row of a part from the results of all ranks. The part fails if it fails on any rank."""
+    """Return the row of a part from the results of all ranks.
+
+    The part fails if it fails on any rank. Otherwise, the row is that of rank 0.
+    """
     problems = {rank: found for rank, (result, found) in enumerate(facts) if result == FAIL}
     if not problems:
         return Finding(part, *facts[0])
@@ -438,9 +458,10 @@ def parity(check: Check) -> str:
 
 def run_folder(check: Check) -> str:
     """Write to the run folder, and compare its content between ranks."""
+    # The launcher of each machine has chosen a random name. All ranks use that of rank 0.
     check.folder = Path(check.exchange(str(check.folder))[0])
     problem = ""
-    seconds = 1.0
+    seconds = 1.0  # of the write, on rank 0: the row of a part that passes is that of rank 0
     if check.rank == 0:
         try:
             check.folder.mkdir()
@@ -468,7 +489,7 @@ def resume(check: Check) -> str:
     if "run folder" in check.failed:
         raise _NotNeeded("the run folder cannot be used")
     state = check.folder / "state"
-    half = _STEPS // 2 * check.accelerator.gradient_accumulation_steps
+    half = _STEPS // 2 * check.accelerator.gradient_accumulation_steps  # micro-batches
     training = Training(check, seed=0)
     batches = training.batches()
     for _ in range(half):
@@ -482,6 +503,7 @@ def resume(check: Check) -> str:
     resumed_losses = list(islice(resumed.batches(), half))
     _expect(resumed_losses == losses, "batches or losses after load_state differ from those of the run that continued")
     resumed_weights = resumed.weights()
+    # Only the main process has full weights. On other ranks, this compares nothing.
     different = [name for name, weight in weights.items() if not torch.equal(weight, resumed_weights[name])]
     _expect(not different, f"weights after load_state and {_STEPS // 2} steps differ: {', '.join(different)}")
     return f"{_STEPS // 2} steps after load_state are bit-equal to the run that continued"

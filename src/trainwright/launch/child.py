@@ -1,5 +1,6 @@
-"""First programs of the processes and machines that `trainwright launch` starts. They are run by the path of this file,
-and import no other module of this package, because they have to start fast.
+"""First programs of the processes and machines that `trainwright launch` starts.
+
+They are run by the path of this file, and import no other module of this package, because they must start fast.
 
     python child.py LAUNCHER PROGRAM ARGUMENTS      becomes a program that is killed when its launcher ends
     python child.py parent PROGRAM ARGUMENTS        becomes a program that is killed when its parent process ends
@@ -38,22 +39,25 @@ def become(launcher: int, program: list[str]) -> None:
 
 
 def run_machine(program: list[str]) -> int:
-    """Run `program` and return its exit code. Terminate it when standard input is closed, which happens when the
-    connection to the launching machine is lost.
+    """Run `program`. Return its exit code, or 128 + the number of the signal that ended it.
+
+    The program is terminated when standard input is closed, which happens when the connection to the launching machine
+    is lost.
     """
     import subprocess
     import threading
 
-    def watch() -> None:
+    def terminate_when_closed() -> None:
         while os.read(0, 4096):
             pass
         run.terminate()
 
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # programs inherit from pdsh that it blocks SIGINT and SIGCHLD
     run = subprocess.Popen(program, stdin=subprocess.DEVNULL)
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=terminate_when_closed, daemon=True).start()
     code = run.wait()
-    code = code if code >= 0 else 128 - code
+    if code < 0:
+        code = 128 - code  # -9 of SIGKILL → 137, as in a shell
     if code:
         print(ENDED, code, file=sys.stderr, flush=True)
     return code
@@ -61,5 +65,5 @@ def run_machine(program: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "machine":
-        os._exit(run_machine(sys.argv[2:]))  # without waiting for the thread, which reads
+        os._exit(run_machine(sys.argv[2:]))  # does not wait for the thread, which may block in a read
     become(os.getppid() if sys.argv[1] == PARENT else int(sys.argv[1]), sys.argv[2:])

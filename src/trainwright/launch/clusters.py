@@ -83,7 +83,7 @@ def check_cluster(config: LaunchConfig) -> None:
 
 
 def _has_effect(name: str, value: object, engine: str) -> bool:
-    """Return False for an option that `engine` would silently ignore."""
+    """Return False for an option that `engine` would silently ignore, unless its value requests nothing."""
     if name == "max_restarts" and engine in ("ray", "kubernetes"):
         return True
     if engine == "sagemaker" and name in ("num_processes", "main_process_port"):
@@ -166,10 +166,8 @@ def sbatch_script(command: LaunchCommand) -> str:
         "signal": "USR1@120",
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
-    options += [
-        "--requeue",
-        *(config.slurm_option or "").splitlines(),
-    ]  # last, because the last of equal options counts
+    options.append("--requeue")
+    options += (config.slurm_option or "").splitlines()  # last, because the last of equal options counts
     for option in options:
         if not option.isprintable():  # a further line would be a command
             raise ConfigurationError(f"{option!r} is not one line of printable text, as a script for sbatch needs it.")

@@ -1,7 +1,7 @@
-"""`trainwright config`, `trainwright to-fsdp2` and `trainwright tpu-config`: write, update and show the
-configuration of `trainwright launch`, and run commands on all machines of a TPU pod by gcloud.
+"""`trainwright config`, `trainwright to-fsdp2` and `trainwright tpu-config`.
 
-A file that cannot be read or written raises ConfigurationError.
+They write, update and show the configuration of `trainwright launch`, and run commands on all machines of a TPU pod by
+gcloud. A file that cannot be read or written raises ConfigurationError.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def described(path: str | Path | None = None) -> list[str]:
 
 
 def to_fsdp2(argv: Sequence[str]) -> int:
-    """Write a configuration file of FSDP1 as one of FSDP2."""
+    """Write a configuration file of FSDP1 as one of FSDP2. Return 0."""
     parser = argparse.ArgumentParser(
         prog="trainwright to-fsdp2", description="Write a configuration of FSDP1 as one of FSDP2.", allow_abbrev=False
     )

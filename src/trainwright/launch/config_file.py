@@ -70,6 +70,7 @@ def content_of(config: LaunchConfig, devices: str = "MULTI_GPU") -> dict[str, An
 
 
 def _type_of(config: LaunchConfig, devices: str) -> str:
+    """Return the value of `distributed_type`. `devices` is that for several processes on accelerators."""
     for kind, values in TYPES.items():
         if values and any(getattr(config, name) for name in values):
             return kind
@@ -85,6 +86,9 @@ def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> 
         config: The options.
         path: The file. Its folder is created.
         devices: See `content_of`.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
     """
     import yaml  # `--help` does without it
 
@@ -151,6 +155,9 @@ def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]
     Args:
         config: Options of `trainwright launch` with options of FSDP1.
         origin: Path of the file, for errors.
+
+    Raises:
+        ConfigurationError: The options are not of FSDP1, or FSDP2 has no counterpart of the sharding strategy.
     """
     if not config.use_fsdp:
         raise ConfigurationError(f"{origin} does not describe FSDP. Add distributed_type: FSDP.")
@@ -187,5 +194,8 @@ def _sharding_strategy(config: LaunchConfig) -> str:
     reshards = str(config.fsdp_reshard_after_forward)
     if not strategy and reshards.upper() in FSDP_SHARDING_STRATEGY:
         strategy = reshards  # files of FSDP1 may have the strategy under this key
+    if not strategy:
+        return "FULL_SHARD"
+    # {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", …}
     names_by_number = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}
-    return names_by_number.get(str(strategy or 1), str(strategy).upper())
+    return names_by_number.get(strategy, strategy.upper())

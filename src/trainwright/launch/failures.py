@@ -19,17 +19,14 @@ _AGENT_WAITS_S = 30  # between SIGTERM and SIGKILL (torch 2.13)
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The process that failed first: rank, process ID, exit code, description of its end, error, and output.
-
-    The first process of a machine has no file: its output is in the terminal.
-    """
+    """The process that failed first."""
 
     rank: int
     pid: int
-    code: int
-    how: str
-    line: str
-    file: Path | None
+    code: int  # exit code of the launcher: that of the process, or 128 + the number of the signal
+    how: str  # such as "exit code 1" or "signal SIGKILL"
+    line: str  # its error, or empty if it has written none
+    file: Path | None  # its output; None for the first process of a machine, whose output is in the terminal
 
     def error(self) -> str:
         """Return the end of the message: the error of the process, and where its output is."""
@@ -91,6 +88,7 @@ def first_failure(error: Any, logs: str | Path) -> FirstFailure:
             how = f"signal {failure.signal_name()}"
             code = 128 - exit_code  # as in a shell
         failures.append(FirstFailure(rank, failure.pid, code, how, line, file))
+    # False is less than True, so that a blamed rank is the first.
     return min(failures, key=lambda one: (one.rank not in blamed, causes[one.rank], times_s[one.rank], one.rank))
 
 

@@ -87,15 +87,15 @@ def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]
         rank = 0  # each machine receives its rank from pdsh
     elif rank is None:
         rank = _own_rank(hosts)
-    # The check of options, which follows, reports a rank that is out of range.
+    # A rank that is out of range is reported by `check_options`, which is called later.
     slots = list(hosts.values())[min(max(rank, 0), len(hosts) - 1)]
     values: dict[str, Any] = {"num_machines": len(hosts), "num_processes": len(hosts) * len(slots)}
     values["gpu_ids"] = None if config.cpu else ",".join(map(str, slots))
     notes = list(command.notes)
     for name, value in values.items():
-        replaced = getattr(config, name)
-        if replaced not in (None, "all", value):
-            notes.append(f"{name}={value} of {config.deepspeed_hostfile} is used, not {replaced}.")
+        value_of_option = getattr(config, name)
+        if value_of_option not in (None, "all", value):
+            notes.append(f"{name}={value} of {config.deepspeed_hostfile} is used, not {value_of_option}.")
     first_host = next(iter(hosts)).rpartition("@")[2]  # without the user in "user@node1"
     config = replace(
         config,
@@ -118,7 +118,15 @@ def _own_rank(hosts: _Hosts) -> int:
 
 
 def start_machines(command: LaunchCommand, hosts: _Hosts) -> int:
-    """Start the command on all machines by pdsh, and return the largest exit code. A failure ends all machines."""
+    """Start the command on all machines by pdsh. Return the exit code of the first machine that fails, or 0.
+
+    A failure ends all machines.
+
+    Raises:
+        ConfigurationError: a machine cannot be reached. Nothing has been started.
+        MissingPackageError: pdsh is not installed.
+        SystemExit: this process received SIGTERM. All machines end.
+    """
     if shutil.which("pdsh") is None:
         raise MissingPackageError("--deepspeed_multinode_launcher pdsh: pdsh is missing. Run: apt-get install pdsh")
     kind = variable("PDSH_RCMD_TYPE") or "ssh"

@@ -11,7 +11,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
 
-_GRACE_S = 60  # torchrun gives its processes 30 s after SIGTERM, as the Trainer's preemption_grace
+_GRACE_S = 60  # longer than the 30 s that torchrun waits for its processes after SIGTERM
 _PORT = 29500
 _Mapping = dict[str, Any]
 
@@ -43,30 +43,33 @@ def manifest(command: LaunchCommand) -> _Mapping:
         raise ConfigurationError(
             f"--kubernetes_name {name}: expected at most 40 letters (a-z), digits and dashes that begin with a letter."
         )
-    metadata = {"name": name, **({"namespace": config.kubernetes_namespace} if config.kubernetes_namespace else {})}
+    metadata = {"name": name}
+    if config.kubernetes_namespace:
+        metadata["namespace"] = config.kubernetes_namespace
     build = {"trainjob": _train_job, "jobset": _job_set}.get(config.kubernetes_kind or "", _pytorch_job)
     api, kind, spec = build(config, _container(command), name)
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _container(command: LaunchCommand) -> _Mapping:
+    """Return the container that runs torchrun in each pod."""
     config = command.config
     kind = {"module": ["-m"], "program": ["--no-python"]}.get(command.kind, [])
-    found: _Mapping = {
+    container: _Mapping = {
         "name": "node",
         "image": config.kubernetes_image,
         "command": ["torchrun", *kind, command.script, *command.arguments],
     }
-    found["env"] = [{"name": name, "value": value} for name, value in config.environment().items()]
+    container["env"] = [{"name": name, "value": value} for name, value in config.environment().items()]
     limits = {} if config.cpu else {"nvidia.com/gpu": str(_local(config))}
     if config.num_cpu_threads_per_process:
         limits["cpu"] = str(config.num_cpu_threads_per_process * _local(config))
     if limits:
-        found["resources"] = {"limits": limits}
-    found["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
+        container["resources"] = {"limits": limits}
+    container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     if config.kubernetes_claim:
-        found["volumeMounts"].append({"name": "claim", "mountPath": _claim(config.kubernetes_claim)[1]})
-    return found
+        container["volumeMounts"].append({"name": "claim", "mountPath": _claim(config.kubernetes_claim)[1]})
+    return container
 
 
 def _local(config: LaunchConfig) -> int:
@@ -93,24 +96,30 @@ def _pod(config: LaunchConfig) -> _Mapping:
     return {"terminationGracePeriodSeconds": _GRACE_S, "volumes": volumes}
 
 
+# The functions below return `apiVersion`, `kind` and `spec` of a manifest. They change `container`.
+
+
 def _pytorch_job(config: LaunchConfig, container: _Mapping, name: str) -> tuple[str, str, _Mapping]:
-    given = {key: value for key, value in container.items() if value}  # variables may be none
-    template = {"spec": {**_pod(config), "containers": [{**given, "name": "pytorch"}]}}  # the operator's name
-    counts = {"Master": 1, "Worker": (config.num_machines or 1) - 1}
+    if not container["env"]:
+        del container["env"]
+    container["name"] = "pytorch"  # the operator finds the container by this name
+    template = {"spec": {**_pod(config), "containers": [container]}}
     policy = "OnFailure" if config.max_restarts else "Never"
+    replicas = {}
+    for role, count in {"Master": 1, "Worker": (config.num_machines or 1) - 1}.items():
+        if count:
+            # A copy, because YAML writes an object that appears twice as a reference.
+            replicas[role] = {"replicas": count, "restartPolicy": policy, "template": deepcopy(template)}
     spec = {
         "nprocPerNode": str(_local(config)),
         "runPolicy": {"backoffLimit": config.max_restarts or 0},
-        "pytorchReplicaSpecs": {
-            role: {"replicas": count, "restartPolicy": policy, "template": deepcopy(template)}
-            for role, count in counts.items()
-            if count
-        },
+        "pytorchReplicaSpecs": replicas,
     }
     return "kubeflow.org/v1", "PyTorchJob", spec
 
 
 def _train_job(config: LaunchConfig, container: _Mapping, name: str) -> tuple[str, str, _Mapping]:
+    # `trainer` has no field for the name and the mounts of the container, so a patch adds them to the pod.
     mounts = container.pop("volumeMounts")
     pod = {**_pod(config), "containers": [{"name": container.pop("name"), "volumeMounts": mounts}]}
     jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]

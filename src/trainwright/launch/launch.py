@@ -31,8 +31,8 @@ from trainwright.processes.launcher import patch_environment, set_variable, set_
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _ALL = "all"
-_LARGEST_NUMBER = 1_000_000  # of processes, machines or restarts. The agent would count to a mistyped larger one.
-_ELASTIC_RESTARTS = 100  # a machine that leaves costs one
+_LARGEST_NUMBER = 1_000_000  # of processes, machines or restarts: torch's agent would count to a mistyped larger one
+_ELASTIC_RESTARTS = 100  # default with --min_nodes, where the end of a machine uses one restart
 # Groups of options of which at most one may be passed.
 _EXCLUSIVE = (
     ("use_fsdp", "use_deepspeed", "use_megatron_lm"),
@@ -62,6 +62,8 @@ def launch(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigurationError: An option or the script is not valid. No process has been started.
+        MissingPackageError: A package or program that an option needs is missing. No process has been started.
+        SystemExit: This process received a signal. All processes have ended.
     """
     if not argv or "help" in split(argv)[1]:
         print(_help())
@@ -88,7 +90,11 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def set_environment(config: LaunchConfig) -> tuple[int, int]:
-    """Set the variables of the processes. Return the number of processes on this machine, and on all machines."""
+    """Set the variables of the processes. Return the number of processes on this machine, and on all machines.
+
+    Raises:
+        ConfigurationError: This machine has fewer devices than processes.
+    """
     local, total = _process_counts(config)
     set_variables(config.environment() | _visible_devices(config.gpu_ids))
     if total > 1:
@@ -130,7 +136,8 @@ def check_options(config: LaunchConfig) -> None:
     check_cluster(config)
     machines = config.num_machines or 1
     if config.min_nodes is not None:
-        # Processes learn the full number of processes from these options: a job that has lost a machine adjusts by it.
+        # The variables of the processes contain the full number of processes and the name of the job, by which a job
+        # that has lost a machine adjusts.
         if config.rdzv_backend != "c10d" or config.rdzv_id is None or config.num_processes is None:
             raise ConfigurationError("--min_nodes needs --rdzv_backend c10d, --rdzv_id and --num_processes too.")
         if not 1 <= config.min_nodes <= machines:
@@ -213,7 +220,8 @@ def device_count() -> int:
 
 
 def has_no_devices() -> bool:
-    """Return True if no package adds a device type to torch and this machine has no device files of accelerators.
+    """Return True if this machine has no device files of accelerators, and no package adds a device type to torch.
+
     Always False on systems other than Linux.
     """
     if sys.platform != "linux" or entry_points(group="torch.backends"):
@@ -222,13 +230,14 @@ def has_no_devices() -> bool:
 
 
 def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
+    """Return the variable that limits the devices of the processes, such as `{"CUDA_VISIBLE_DEVICES": "0,1"}`."""
     if gpu_ids in (None, _ALL):
         return {}
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
     kind = "cuda" if accelerator is None else accelerator.type
-    return {properties(kind).visible: str(gpu_ids)}  # such as CUDA_VISIBLE_DEVICES
+    return {properties(kind).visible: str(gpu_ids)}
 
 
 def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | None:
@@ -265,7 +274,7 @@ def run_agent(command: LaunchCommand, local: int, logs: str) -> FirstFailure | N
 
 
 def _run_agent(command: LaunchCommand, local: int) -> int:
-    """Run the agent, and return the exit code."""
+    """Run the agent, print the first failure, and return the exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 

@@ -23,15 +23,16 @@ class Option:
     """One option of the launcher.
 
     Attributes:
-        name: name of the field in `LaunchConfig`. The flag is `--name`.
+        name: name of the field in `LaunchConfig`. The flag is `--name`. Empty in the fields' metadata; see `options`.
         read: converts the option's text to its value, and raises ValueError if the text is invalid.
         help: help text of the option, one sentence.
         group: heading in `--help`.
-        variable: environment variable that passes the value to the script. None: only the launcher uses the option.
-        section: key of the YAML mapping that contains the option. Empty: the top level of the file.
-        choices: the allowed values. Empty: any.
+        variable: environment variable that passes the value to the script, and may set the option. None if only the
+            launcher uses the option.
+        section: key of the YAML mapping that contains the option. Empty for the top level of the file.
+        choices: the allowed values. Empty if all values that `read` accepts are allowed.
         other: advice for values that are not in `choices`.
-        later: reason why the option is not supported. Empty: the option is supported.
+        later: reason why the option is not supported. Empty if it is supported, or has no effect.
         harmless: value of an unsupported option that is accepted because it has no effect.
         repeats: True if the flag may be repeated. The value has one line for each occurrence.
     """
@@ -75,7 +76,7 @@ class Option:
         return "" if requests_nothing else self.later
 
     def parse(self, value: object, origin: str) -> Any:
-        """Return a value in the option's type.
+        """Return a value in the option's type. Return None if the option is not set or has no effect.
 
         Args:
             value: Text, or the value from a YAML file. None if the option is not set.
@@ -260,7 +261,9 @@ class LaunchConfig:
     sagemaker_inputs_file: str | None = _sagemaker("TSV file with a heading and lines of channel and S3 address.")
     sagemaker_metrics_file: str | None = _sagemaker("TSV file with a heading and lines of metric and pattern.")
     additional_args: Mapping[str, Any] | None = _sagemaker("Further arguments of the estimator, as JSON.", as_mapping)
-    max_restarts: int | None = _results("How often all processes start again after a failure. Default: 0.", int)
+    max_restarts: int | None = _results(
+        "How often all processes start again after a failure. Default: 0; with --min_nodes 100.", int
+    )
     monitor_interval: float | None = _results("Seconds between two checks of the processes. Default: 0.1.", float)
     log_dir: str | None = _results("Folder with a file for the output of each process but the first.")
     tee: str | None = _results("Which output is written to files and shown: 0 none, 1 stdout, 2 stderr, 3 both.")
@@ -339,7 +342,7 @@ class LaunchConfig:
 
     @property
     def engine(self) -> str | None:
-        """Name of the flag of the engine that starts the processes, such as `"slurm"`. None: the launcher."""
+        """Flag of the engine that starts the processes, such as `"slurm"`. None if torch's agent starts them."""
         if self.mpi or self.mpirun_hostfile:
             return "mpi"
         engines = ("slurm", "ray", "kubernetes", "sagemaker")
@@ -372,7 +375,7 @@ class LaunchConfig:
 
 
 def options() -> Iterator[Option]:
-    """Yield all options, in the order of the fields."""
+    """Yield all options, in the order of the fields, with their names and variables."""
     options_of_engines = {option.name: option for option in _options_of_engines()}
     for one in fields(LaunchConfig):
         option: Option | None = one.metadata.get("option")
@@ -397,7 +400,7 @@ def _options_of_engines() -> Iterator[Option]:
     """Yield the options that the tables of engines declare."""
     for table in _TABLES:
         for row in table.options.values():
-            if row.flag is None:
+            if row.flag is None:  # `launch` has no such option
                 continue
             if row.not_launched is not None:
                 harmless = str(row.harmless[0]).lower() if row.harmless else ""

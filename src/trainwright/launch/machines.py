@@ -31,6 +31,13 @@ class MachineWatch:
 
     When another launcher stops without success, this process receives SIGTERM, which ends the agent and its processes.
     If the agent is blocked, this process exits.
+
+    Attributes:
+        error: the message about the machine whose launcher has stopped. None while all machines run.
+        _beats: number of heartbeats of each other machine at the last exchange, and the time at which the number last
+            changed. Without machines that have not started, or have succeeded.
+        _finished: the agent has ended, and the threads stop.
+        _succeeded: the agent has ended without an error.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -38,7 +45,7 @@ class MachineWatch:
         self._rank = config.machine_rank or 0
         self._count = config.num_machines or 1
         self._address = (str(config.main_process_ip), config.main_process_port or 0)
-        self._beats: dict[int, tuple[int, float]] = {}  # of each machine, with the time of the change
+        self._beats: dict[int, tuple[int, float]] = {}
         self._finished = threading.Event()
         self._succeeded = False
         # An exchange blocks while the store cannot be reached, so that another thread checks the times.
@@ -49,7 +56,7 @@ class MachineWatch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Return a context in which threads send heartbeats and check the heartbeats of other machines."""
+        """Context manager in which threads send heartbeats and check the heartbeats of other machines."""
         for thread in self._threads:
             thread.start()
         try:
@@ -87,15 +94,19 @@ class MachineWatch:
         """Send one heartbeat, and read the heartbeats of other machines."""
         store.add(f"trainwright/beats/{self._rank}", 1)
         for rank in set(range(self._count)) - {self._rank}:
-            beats = store.add(f"trainwright/beats/{rank}", 0)
+            beats = store.add(f"trainwright/beats/{rank}", 0)  # adding 0 reads a counter
             if store.add(f"trainwright/finished/{rank}", 0):
                 self._beats.pop(rank, None)
             elif beats and (rank not in self._beats or self._beats[rank][0] != beats):
                 self._beats[rank] = (beats, time.monotonic())
 
     def _silent_machine(self) -> int | None:
+        """Return the first machine without a heartbeat for 15 s, or None."""
         now = time.monotonic()
-        return next((rank for rank, (_, at) in sorted(self._beats.items()) if now - at > _SILENCE_S), None)
+        for rank, (_, changed_at) in sorted(self._beats.items()):
+            if now - changed_at > _SILENCE_S:
+                return rank
+        return None
 
     def _end(self, rank: int) -> None:
         self.error = (

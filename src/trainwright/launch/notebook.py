@@ -29,7 +29,7 @@ from trainwright.processes.rank_position import user_line
 _DEFAULT_PORT = 29500
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _GRACE_S = 10  # how long processes may take to end after one has failed
-# The line that has initialized CUDA, if that was after the import of this module.
+# The line that has initialized CUDA, for an error. Empty if CUDA is not initialized, or was before this module.
 _cuda_users: list[str] = []
 
 
@@ -95,6 +95,7 @@ def notebook_launcher(
 
     Raises:
         ConfigurationError: An argument is not valid, or this process has already created an Accelerator or used CUDA.
+        KeyboardInterrupt: This process received a signal, such as that of a notebook's stop button.
         WorkerError: A process has failed. The error contains its traceback. All other processes have ended.
     """
     accelerators = torch.accelerator.device_count()
@@ -146,7 +147,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 
 def _config(**values: object) -> LaunchConfig:
-    """Check and return the options."""
+    """Return the options with these values. Raise ConfigurationError if they are not valid."""
     options = known_options()
     config = LaunchConfig(**{name: options[name].parse(value, "the launcher") for name, value in values.items()})
     check_options(config)
@@ -182,7 +183,10 @@ def _save(result: object, file: Path) -> None:
 def _launch(
     function: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig, local: int, prefix: str | None
 ) -> Any:
-    """Call the function in new processes. Return the result of the first process."""
+    """Call the function in `local` new processes. Return the result of the first process of this machine.
+
+    `prefix` is `log_line_prefix_template` of `notebook_launcher`.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError(
             "processes can be launched only from the main thread, which receives the signals that end them. Call the "
@@ -211,7 +215,8 @@ def _launch(
             "OMP_NUM_THREADS": variable("OMP_NUM_THREADS", str(threads)),
             "PYTHONPATH": import_path(),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE_S,
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS),  # torch sets it
+            # torch sets this variable, too. Here, `patch_environment` removes it at the end.
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS),
         }
         try:
             with patch_environment(**settings), _kept_signal_handlers():
@@ -239,7 +244,7 @@ def _launch(
 
 @contextlib.contextmanager
 def _kept_signal_handlers() -> Iterator[None]:
-    """Restore the handlers that torch's agent replaces."""
+    """Context manager that restores the handlers that torch's agent replaces."""
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:

@@ -11,6 +11,7 @@ from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import known_options
 
+# Options that are off by default, besides those whose names begin with "use_".
 _SWITCHES = ("sagemaker", "mpi", "tpu", "downcast_bf16", "debug")
 
 
@@ -184,7 +185,7 @@ def _ask_axes(questions: Questions) -> None:
 
 
 def _ask_sequences(questions: Questions, processes: int) -> int:
-    """Return the number of ranks that split sequences. Only one of the two ways can be used."""
+    """Return the number of ranks that split sequences, by either context or sequence parallelism."""
     if processes == 1:
         return 1
     for name in ("parallelism_config_cp_size", "parallelism_config_sp_size"):

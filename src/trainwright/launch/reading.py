@@ -48,6 +48,7 @@ _NEED_NO_SWITCH = (
 )
 # Keys of `tpu-config`, which request nothing of `trainwright launch`.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file")
+# Values of `distributed_type` in a file → the options that they set.
 TYPES: dict[str, dict[str, bool]] = {
     "NO": {},
     "FSDP": {FSDP.switch: True},
@@ -56,8 +57,10 @@ TYPES: dict[str, dict[str, bool]] = {
     "TPU": {"tpu": True},
     "MEGATRON_LM": {MEGATRON_LM.switch: True},
 }
-_FP8_OF_AO = ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
+# Further values of `distributed_type`, which name devices. Only MULTI_CPU sets an option (`cpu`).
 DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
+# Options of fp8_backend=AO, which is torchao. All other options of fp8 are those of other backends.
+_FP8_OF_AO = ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,9 @@ def read_command(argv: Sequence[str]) -> LaunchCommand:
 
     Args:
         argv: The arguments after `launch`.
+
+    Raises:
+        ConfigurationError: The script is missing, or an option or the file is not valid.
     """
     flags, further, rest = split(argv)
     if not rest:
@@ -146,6 +152,9 @@ def split(
     argv: Sequence[str], command: str = "launch", further_flags: Mapping[str, bool] = _FURTHER_FLAGS
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Return the options that flags set, the values of further flags, and the script with its arguments.
+
+    `["--num_processes", "2", "-m", "tool", "--lr", "1"]` →
+    `{"num_processes": 2}, {"module": "true"}, ["tool", "--lr", "1"]`
 
     Args:
         argv: The arguments after the command.
@@ -265,7 +274,11 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]
 
 
 def read_content(path: Path) -> Any:
-    """Return the content of a configuration file, as YAML reads it."""
+    """Return the content of a configuration file: JSON if its name ends in `.json`, else YAML.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or is not valid.
+    """
     origin = f"config_file={str(path)!r}"
     try:
         text = path.read_text(encoding="utf-8")
@@ -347,7 +360,9 @@ def _without_sections(content: dict[Any, Any], origin: str) -> dict[str, Any]:
 def sets_nothing(key: str) -> bool:
     """Return whether a key of a file has no effect on `trainwright launch`, unless its value is refused."""
     option = known_options().get(ALIASES.get(key, key))
-    return key in SILENT if option is None else option.is_refused
+    if option is None:
+        return key in SILENT
+    return option.is_refused
 
 
 def _ignored_fp8(values: Mapping[str, Any]) -> list[str]:
@@ -368,6 +383,7 @@ def _ignored_fp8(values: Mapping[str, Any]) -> list[str]:
 
 
 def _known(name: str, origin: str, key: object) -> Option:
+    """Return the option of a name. Raise an error about `key` of the file `origin` if no option has the name."""
     option = known_options().get(name)
     if option is None:
         advice = nearest(str(key), known_options()) or " `trainwright config` writes such a file."

@@ -24,7 +24,7 @@ from trainwright.core.process import variable
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
 
-_NAME = "trainwright launch --sagemaker"
+_NAME = "trainwright launch --sagemaker"  # what needs a package, in errors
 _INSTALL = "'sagemaker>=2.257,<3'"
 _ENTRY = "trainwright_sagemaker.py"
 _PORT = "7777"  # of SageMaker's containers
@@ -51,7 +51,12 @@ def check_job(config: LaunchConfig) -> None:
 
 
 def start_job(command: LaunchCommand) -> int:
-    """Submit a job, show its output until it ends, and return the exit code."""
+    """Submit a job, show its output until it ends, and return the exit code, which is 1 if the job failed.
+
+    Raises:
+        ConfigurationError: SageMaker does not accept the job, or cannot be reached.
+        MissingPackageError: sagemaker 2 is not installed.
+    """
     config = command.config
     arguments = estimator_arguments(command)
     if config.print:
@@ -148,24 +153,24 @@ def _value(text: str) -> bool | int | float | str:
 
 
 def _table(file: str | None) -> list[tuple[str, str]]:
-    """Return the lines of a TSV file without its heading."""
+    """Return the two columns of a TSV file without its heading. Empty without a file."""
     if file is None:
         return []
     try:
         lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines()[1:] if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{file} cannot be read: {error}.") from error
-    found = []
+    rows = []
     for line in lines:
         name, tab, text = line.partition("\t")
         if not tab:
             raise ConfigurationError(f"{file}: {line!r} has no tab. Expected a name, a tab and a value.")
-        found.append((name.strip(), text.strip()))
-    return found
+        rows.append((name.strip(), text.strip()))
+    return rows
 
 
 def _starts_itself(config: LaunchConfig) -> bool:
-    """Return whether SageMaker starts the processes because of `additional_args`."""
+    """Return whether SageMaker starts the processes itself, because `additional_args` has a `distribution`."""
     return bool((config.additional_args or {}).get("distribution"))
 
 

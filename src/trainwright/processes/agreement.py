@@ -27,9 +27,9 @@ class Agreement:
 
     def begin(self, count: int) -> None:
         """Set the count from which steps are counted, the same on every rank. The first exchange is at `count + 1`."""
-        self._last_count = count
-        self._next_count = count + 1
-        self._last_time_s = time.perf_counter()
+        self._last_count = count  # of the last exchange
+        self._next_count = count + 1  # of the next exchange
+        self._last_time_s = time.perf_counter()  # of the last exchange
 
     def steps_until_exchange(self, count: int) -> int:
         """Return the number of steps from `count` until the next exchange."""

@@ -495,6 +495,8 @@ def _check_same_call(
 ) -> None:
     """Check that every process calls `operation` with equal shapes and dtypes. Collective.
 
+    `argument` must be equal as well, such as the reduction of `reduce`.
+
     Wrong types and different calls raise errors on every process before data is sent, because the other processes would
     wait forever in a partial exchange.
     """
@@ -514,6 +516,7 @@ def _check_same_call(
     try:
         compare_calls(state.joined(), name, description, _UNEQUAL_LENGTHS_HINT)
     except ConfigurationError as error:
+        # The local error names the wrong value. The error about different calls only quotes it.
         raise (type_error or error) from None
     if type_error is not None:
         raise type_error
@@ -551,9 +554,10 @@ def compare_calls(processes: Processes, operation: str, arguments: object, hint:
 
 
 def different_calls(calls: list[Any], hint: str) -> DistributedOperationException:
-    """Return the error for calls that do not match, given the operation and the tensors of each process.
+    """Return the error for calls that do not match. `calls` has the call of each process.
 
-    The tensors are a text, or a list of tuples whose first element is a path such as `['loss']`.
+    Each call is an operation and its tensors: a text, or a list of tuples such as `("['loss']", (2, 3), "float32")`. A
+    single tensor has no path: `((2, 3), "float32")`.
     """
     lines = [f"  process {rank}: {name} of {tensors}\n" for rank, (name, tensors) in enumerate(calls)]
     return DistributedOperationException(

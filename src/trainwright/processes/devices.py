@@ -28,9 +28,13 @@ ONECCL = "oneccl_bindings_for_pytorch"  # registers the backend "ccl" on import
 
 
 def device_type(accelerator: str) -> str:
-    """Return torch's device type for an `accelerator=` argument. Raise an error if the machine has no such device.
+    """Return torch's device type for an `accelerator=` argument.
 
-    `"gpu"` selects the machine's accelerator, and `"auto"` the accelerator, or else the CPU.
+    `"gpu"` selects the machine's accelerator, and `"auto"` the accelerator, or else the CPU. `"tpu"` and `"xla"` are
+    not checked here, because torch does not report such devices.
+
+    Raises:
+        ConfigurationError: the name is unknown, or the machine has no such device.
     """
     if accelerator == "cpu":
         return "cpu"
@@ -77,8 +81,11 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
 
     Args:
         devices: a count, a list of indices, text such as `"2"` or `"0,3"`, or `-1` or `"auto"`, which is all devices,
-            but one process on the CPU. A ConfigurationError is raised for devices that do not exist.
+            but one process on the CPU and with XLA.
         kind: torch's device type.
+
+    Raises:
+        ConfigurationError: the argument is invalid, or a device does not exist.
     """
     available: int | None = None  # any number of processes on the CPU; torch does not count the devices of XLA
     if kind not in ("cpu", "xla"):
@@ -159,9 +166,11 @@ def default_backend(device: torch.device) -> str:
 def kernel_choice(
     benchmark: bool | None, deterministic: bool | str | None, detect_anomaly: bool = False
 ) -> Iterator[None]:
-    """Return a context with torch's settings `cudnn.benchmark`, `use_deterministic_algorithms` and `detect_anomaly`.
+    """Context manager that sets torch's `cudnn.benchmark`, `use_deterministic_algorithms` and `set_detect_anomaly`.
 
-    None, or False for `deterministic`, does not change a setting. `deterministic="warn"` only warns.
+    None does not change a setting, nor does False for `deterministic` and `detect_anomaly`. `deterministic="warn"` only
+    warns of other algorithms. `deterministic` also disables `benchmark`, and sets `CUBLAS_WORKSPACE_CONFIG` if it is
+    not set. That variable stays set at the end.
     """
     previous_deterministic = torch.are_deterministic_algorithms_enabled()
     previous_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

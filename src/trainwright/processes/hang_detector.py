@@ -52,7 +52,7 @@ from trainwright.processes.rank_position import (
 
 _BEAT_S = 0.5
 _RANKS_PER_BEAT_S = 256  # more ranks check less often, so that the store is not overloaded
-_GRACE_S = 2.0  # for a surviving rank's own error, such as a broken connection, after the failed rank has ended
+_GRACE_S = 2.0  # for a surviving rank's own error, such as a broken connection, after the failed rank has left or ended
 _PATIENCE_S = 15.0  # for a failed rank to end; longer only while it saves
 _ANSWER_S = 4.0  # for ranks to report their positions
 _ECHO_S = 2.5  # how long an error of a collective waits for the failure that caused it
@@ -73,7 +73,8 @@ class HangDetector:
             process. A process that does not react is ended, except in a notebook.
     """
 
-    _repeats_tracebacks = True  # that of the failed rank, whose own output may be elsewhere
+    # True: the other ranks print the failed rank's traceback, because its own output may be on another machine.
+    _repeats_tracebacks = True
 
     def __init__(
         self,
@@ -96,30 +97,30 @@ class HangDetector:
         self._store_dies_with_rank_0 = store_dies_with_rank_0
         self._interrupt_only = interrupt_only
         self._beat_s = max(_BEAT_S, world_size / _RANKS_PER_BEAT_S)
-        self._thread_id = threading.get_ident()
+        self._thread_id = threading.get_ident()  # the training thread, which creates this object
         self._thread = threading.Thread(target=self._run, name="trainwright-hang-detector", daemon=True)
-        self._wake = threading.Event()
+        self._wake = threading.Event()  # ends the pause between two beats
         self._was_reported = threading.Event()  # this rank's error was written, or cannot be written
-        self._stopping = False
+        self._stopping = False  # set by `close`
         self._error: BaseException | None = None  # the error with which this rank leaves the run
         self._mark = ProcessMark.mine()
-        self._known_gone: set[int] = set()
+        self._known_gone: set[int] = set()  # ranks whose processes have ended, as detected by this rank
         self._num_beats = 0
         self._num_events = 0  # the value of `events` at the last beat
         # Progress
         self._last_position = position()
-        self._moved_at = time.monotonic()
+        self._moved_at = time.monotonic()  # time of the last change of the position
         self._num_reports = 0  # hang reports for which this rank has written its position
-        self._requested_stall: tuple[Position, float] | None = None  # position and its time, of this rank's request
-        self._reported_position: Position | None = None
-        self._report_due: tuple[int, float] | None = None  # number and time of the next report to print
+        self._has_requested_report = False  # for the current position; its next change is then printed
+        self._reported_position: Position | None = None  # of this rank in the last report, so that none repeats it
+        self._report_due: tuple[int, float] | None = None  # number and time of the next report to print; else None
         # The first failure of a rank. A time of 0.0 means that the event has not happened.
         self._failure: Failure | None = None
         self._failure_seen_at = 0.0
-        self._failed_rank_left_at = 0.0
-        self._interrupted_at = 0.0
-        self._beat_of_failed = b""
-        self._beat_of_failed_at = 0.0
+        self._failed_rank_left_at = 0.0  # it has left the run, or its process has ended
+        self._interrupted_at = 0.0  # `_end` has interrupted the training thread
+        self._beat_of_failed = b""  # last content of `beat/RANK` of the failed rank
+        self._beat_of_failed_at = 0.0  # time of its last change
 
     # Called by the training thread
 
@@ -201,6 +202,7 @@ class HangDetector:
         self._num_beats += 1
         # The activity of a rank besides training is checked only when others may have to wait for it.
         is_saving = self._failure is not None and activity_of(frames_of(self._thread_id)) == "saving"
+        # Written at every beat. A count that no longer changes shows that the process has ended or is stopped.
         beat = [self._num_beats, str(self._last_position), is_saving]
         self._shared.set(f"beat/{self._rank}", json.dumps(beat))
         if self._error is None:
@@ -217,11 +219,9 @@ class HangDetector:
         position = self._position()
         if position == self._last_position or self._error is not None:
             return
-        if self._requested_stall is not None:
-            stalled_position, stalled_at = self._requested_stall
-            if position != stalled_position:
-                self._requested_stall = None
-                say(f"trainwright: rank {self._rank} has moved on after {now - stalled_at:.0f} s: {position}")
+        if self._has_requested_report:
+            self._has_requested_report = False
+            say(f"trainwright: rank {self._rank} has moved on after {now - self._moved_at:.0f} s: {position}")
         self._last_position = position
         self._moved_at = now
 
@@ -268,7 +268,10 @@ class HangDetector:
         self._shared.add("seen", 1)
 
     def _finish_after_failure(self) -> None:
-        """Record that this failed rank leaves the run. If it serves the store, wait until all have read the failure."""
+        """Record that this failed rank leaves the run.
+
+        If it serves the store, it waits until all ranks have read the failure, for at most 2.5 s.
+        """
         if not self._was_reported.is_set():
             self._report_error()
         if isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # `_report_error` has written the reason
@@ -317,7 +320,8 @@ class HangDetector:
             self._failed_rank_left_at = now
         if self._failed_rank_left_at:
             return now - self._failed_rank_left_at >= self._grace_s(is_gone)
-        # The failed rank has neither left nor ended. Wait longer only while its monitor reports that it saves.
+        # The failed rank has neither left nor ended. Wait longer than `_PATIENCE_S` only while its monitor reports that
+        # it saves.
         beat = self._shared.get(f"beat/{rank}") if self._shared.check([f"beat/{rank}"]) else b""
         if beat != self._beat_of_failed:
             self._beat_of_failed = beat
@@ -381,9 +385,10 @@ class HangDetector:
             return
         if self._reported_position == self._last_position:
             return
+        # Another rank may have requested this report already. `compare_set` then returns that rank.
         first = self._shared.compare_set(f"stall/{self._num_reports}", "", str(self._rank))
         if int(first) == self._rank:
-            self._requested_stall = self._last_position, self._moved_at
+            self._has_requested_report = True
         self._shared.add("events", 1)
         self._read_events(now)
 

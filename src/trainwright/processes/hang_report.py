@@ -14,8 +14,8 @@ class Failure:
     """Description of a failed rank for the other ranks."""
 
     rank: int
-    text: str  # its traceback, or a sentence if there is none
-    gone: bool = False  # True: its process has ended without a traceback
+    text: str  # "rank N:" and its traceback, or one line if its process has ended without a traceback
+    gone: bool = False  # True if its process has ended without a traceback
 
     def to_json(self) -> str:
         """Return the description as text for the store."""
@@ -28,7 +28,7 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """The last line of the failed rank's traceback."""
+        """The last line of `text`, which names the error of a traceback."""
         return self.text.strip().splitlines()[-1].strip()
 
 
@@ -42,7 +42,12 @@ def hang_report(
 ) -> str:
     """Return a report of every rank's position, after rank `initiator` has not moved for `hang_timeout_s` seconds.
 
-    `answers` contains the positions that ranks reported, and `silent` a text for every other rank.
+    Args:
+        initiator: the rank that requested the report. It is in `answers`.
+        answers: the positions that ranks reported, by rank.
+        silent: a text about the last known state of every other rank.
+        hang_timeout_s: seconds without progress after which a rank requests a report.
+        timeout_s: seconds after which a collective fails.
     """
     waiting = [position for position in answers.values() if position.waits_in]
     absent = [position for position in answers.values() if not position.waits_in]
@@ -58,9 +63,15 @@ def hang_report(
         )
     if not absent and len({position.waits_in for position in waiting}) > 1:
         lines.append("  The ranks wait in different collectives, so that none of these can complete.")
-    lines += [_line(group) for group in _groups(waiting)]
-    verb = "has not arrived" if waiting else "is in no collective"
-    lines += [_line(group, verb) for group in _groups(absent)]
+    for group in _groups(waiting):
+        verb = "waits" if len(group) == 1 else "wait"
+        lines.append(_line(group, f"{verb} in {group[0].waits_in}"))
+    for group in _groups(absent):
+        if waiting:
+            state = "has not arrived" if len(group) == 1 else "have not arrived"
+        else:
+            state = "is in no collective" if len(group) == 1 else "are in no collective"
+        lines.append(_line(group, state))
     lines += [f"  rank {rank} does not answer: {silent[rank]}" for rank in sorted(silent)]
     lines += _last_collectives(answers.values())
     lines.append(f"  A collective fails after {timeout_s:.0f} s (timeout of the process group).")
@@ -88,15 +99,13 @@ def _groups(positions: Iterable[RankPosition]) -> list[list[RankPosition]]:
     return list(groups.values())
 
 
-def _line(group: list[RankPosition], verb: str = "") -> str:
+def _line(group: list[RankPosition], state: str) -> str:
+    """Return the line of ranks with equal positions. `state` is the predicate, such as `"has not arrived"`."""
     first = group[0]
-    verb = verb or f"waits in {first.waits_in}"
-    if len(group) > 1:
-        verb = verb.replace("waits", "wait").replace("has", "have").replace("is", "are")
     doing = f", {first.doing}" if first.doing else ""
     still_s = max(position.still_s for position in group)
     ranks = ranks_text([position.rank for position in group])
-    return f"  {ranks} {verb}{doing}: {first.position}; still for {still_s:.0f} s; at {first.place}"
+    return f"  {ranks} {state}{doing}: {first.position}; still for {still_s:.0f} s; at {first.place}"
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -32,10 +32,10 @@ class HostLinks:
 
     def __init__(self, on_loss: Callable[[int, bool], None]) -> None:
         self._on_loss = on_loss
-        # The data of a socket is the rank at the other end, or None for the server and during the greeting.
+        # Each socket is registered with the rank at the other end, or None for the server and during the greeting.
         self._selector = selectors.DefaultSelector()
         self._greetings: dict[socket.socket, bytes] = {}  # received parts of incomplete greetings
-        self._token = b""
+        self._token = b""  # set by `listen` on rank 0, which closes connections of other programs
         self._is_closed = False
         self._thread = threading.Thread(target=self._wait, name="trainwright-host-links", daemon=True)
 

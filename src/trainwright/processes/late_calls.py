@@ -23,8 +23,8 @@ class LateCalls:
     """Calls of a user-written loop in which this rank waits for others. The thread of the `HangDetector` reads them.
 
     Other ranks that request the position of this rank's main thread receive it. When the main thread has been in one
-    collective for 30 s, the positions of all ranks are requested. They are printed, unless all ranks are in the same
-    collective. Keys of the store:
+    collective for 30 s, the positions of all ranks are requested. They are printed 3 s later, unless all ranks are in
+    the same collective. Keys of the store:
 
         asked               number of requests
         ask/N               exists if request N was made
@@ -40,8 +40,7 @@ class LateCalls:
         self._rank = rank
         self._world_size = world_size
         self._thread_id = threading.get_ident()
-        self._num_answers = 0
-        self._last_request: tuple[int, float] | None = None  # its number and time; None after the report
+        self._num_answers = 0  # requests that this rank has answered
         self._begin_wait("")
 
     def _begin_wait(self, collective: str) -> None:
@@ -49,12 +48,15 @@ class LateCalls:
         self._collective = collective
         self._since_s = time.monotonic()
         self._cpu_s_before = time.process_time()
-        self._was_requested = False
+        self._was_requested = False  # the positions, for this wait
+        # Number and time of that request. None before the request and after the report. The answers to a request of an
+        # earlier wait are positions of that wait.
+        self._last_request: tuple[int, float] | None = None
 
     def update(self) -> None:
         """Update the wait of the main thread. Does not communicate."""
         frames = frames_of(self._thread_id)
-        if not _is_marked(frames):
+        if not _is_marked(frames):  # otherwise the thread is still in the same collective
             self._begin_wait(_wait_of(frames))
 
     def exchange(self) -> None:
@@ -116,6 +118,8 @@ class LateCalls:
 
     def request_places(self, store: Store) -> list[str]:
         """Return the positions of all ranks that answer, one line of text each. Blocks for at most 3.5 s.
+
+        Called by the main thread, while the detector's thread of each rank answers.
 
         Args:
             store: The store, through the calling thread's connection.

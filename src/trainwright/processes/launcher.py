@@ -35,7 +35,7 @@ _GRACE_S = 10.0  # for the other processes to end after one has failed, or when 
 _GRACE_AFTER_ERROR_S = 0.5  # after an error of this process only: the others may wait for it in a collective
 _JUST_CREATED_S = 30.0  # the process of a folder this new may not have marked it as in use yet
 _PREFIX = "trainwright-work-"
-_FIRST_PORT = 15_000
+_FIRST_PORT = 15_000  # ports up to 28,999: Linux uses 32,768 and up for outgoing connections
 _NUM_PORTS = 14_000
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _started: list[_Children] = []  # one for each running call of `run_in_processes`
@@ -67,13 +67,15 @@ def run_in_processes(
 ) -> Any:
     """Run `work()` in this process as rank 0 and in `num_processes - 1` new processes. Return rank 0's result.
 
-    If a new process fails, a WorkerError with its traceback is raised.
-
     Args:
         work: function that cloudpickle can pickle. It reads its rank from the same variables as under torchrun.
         num_processes: processes on this node, ≥ 2.
         by_value: objects whose classes may be in modules that a new interpreter cannot import. Default: `()`.
         before: picklable function that is called first in the new processes. Default: None.
+
+    Raises:
+        ConfigurationError: an object cannot be pickled, or no port is free. No process has been started.
+        WorkerError: a new process has failed. The error contains its traceback.
     """
     payload = serialize((before, work, sys.argv), by_value)
     common = {
@@ -117,7 +119,7 @@ def work_folder() -> Iterator[Path]:
 
 
 def _remove_left_over() -> None:
-    """Remove folders of this user's earlier calls whose processes were all killed."""
+    """Remove folders of this user's earlier calls whose processes were all killed, and so removed no folder."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another process removes it too
             status = folder.lstat()  # not `stat`: another user may have created a link of this name
@@ -167,7 +169,7 @@ class _Children:
     """Started processes of one call of `run_in_processes`, and their failures."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder = folder  # in which processes write their tracebacks
         self._started: dict[int, subprocess.Popen[bytes]] = {}  # by rank
 
     def start(self, rank: int, file: Path, variables: dict[str, str]) -> None:
@@ -325,14 +327,14 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
                 definitions.append(obj)
             return super().reducer_override(obj)
 
-    registered = []
+    registered_modules = []
     by_value_modules = {"__main__"}
     for obj in by_value:
         owner = obj if isinstance(obj, (type, FunctionType)) else type(obj)
         module = sys.modules.get(owner.__module__)
         if module is not None and not _is_importable(module.__name__):
             cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
+            registered_modules.append(module)
             by_value_modules.add(module.__name__)
     file = io.BytesIO()
     try:
@@ -347,7 +349,7 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
             "connections in setup() instead, or start the script with torchrun."
         ) from error
     finally:
-        for module in registered:
+        for module in registered_modules:
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -361,7 +363,11 @@ def _is_importable(module: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a free port below the range of outgoing connections, so that no connection takes it before its use."""
+    """Return a free port below the range of outgoing connections, so that no connection takes it before its use.
+
+    Raises:
+        ConfigurationError: 100 random ports are in use.
+    """
     for _ in range(100):
         port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
         with socket.socket() as server, contextlib.suppress(OSError):

@@ -7,9 +7,11 @@ of them wait in collectives, which the ended rank can never call. These keys of 
 
     departed            the ranks that have left without a failure
     aware               the ranks that have read that rank 0, which serves the store, has left without a failure
-    hosts               the host of each rank, written before all ranks have met
+    hosts               the host of each rank, written by `ProcessGroup.open` before all ranks have met
     link                where rank 0 accepts the connections of ranks on other hosts (`HostLinks`)
     stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
+
+`events` also grows when a rank is added to `departed`.
 """
 
 from __future__ import annotations
@@ -77,9 +79,10 @@ class LoopDetector(HangDetector):
         )
         self._late_calls = late_calls
         self._host = host
+        # None without ranks on other hosts, or if rank 0 has not published its port.
         self._links: HostLinks | None = None
         self._ended_links: dict[int, tuple[float, bool]] = {}  # by rank: time, and True if its host cannot be reached
-        self._departed: set[int] = set()  # as of the last event
+        self._departed: set[int] = set()  # ranks that have left without a failure, as of the last event
         self._stuck_at = ""  # the value of this rank's key `stuck/RANK`
 
     def start(self) -> None:
@@ -265,9 +268,10 @@ def wait_until_known(store: Any, rank: int, world_size: int) -> None:
             if store.check([f"gone/{other}"]) or store.check([f"left/{other}"]):
                 ended.add(other)
         ended_or_aware = ended | _ranks_in(store, "aware")
-        all_know = len(ended_or_aware) == world_size or time.monotonic() >= start_s + _AWARE_S
+        all_have_read = len(ended_or_aware) == world_size
+        is_time_over = time.monotonic() >= start_s + _AWARE_S
         num_remaining = world_size - len(ended)
-        if all_know and num_remaining < 2:
+        if (all_have_read or is_time_over) and num_remaining < 2:
             return
         time.sleep(0.01)
 

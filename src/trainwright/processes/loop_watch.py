@@ -17,7 +17,7 @@ from trainwright.core.errors import WorkerError
 from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.loop_detector import LoopDetector, departed_ranks, wait_until_known
 
-_open_watches: list[LoopWatch] = []
+_open_watches: list[LoopWatch] = []  # of this process, from creation to `close`; `report_error` uses them
 
 
 class LoopWatch:
@@ -43,7 +43,7 @@ class LoopWatch:
         self._pid = os.getpid()
         self._store = PrefixStore("watch", store)
         self._serves_store = rank == 0 and store_dies_with_rank_0
-        self._has_failed = False
+        self._has_failed = False  # `report` was called
         connection = store.clone()
         self.late_calls = LateCalls(PrefixStore("late", connection), rank, world_size)
         self._detector = LoopDetector(
@@ -92,13 +92,15 @@ class LoopWatch:
     def _report_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             self.report(error)
-        except WorkerError as cause:
+        except WorkerError as cause:  # print the failure of the other rank instead of this rank's interrupt
             kind = type(cause)
             error = cause
             trace = cause.__traceback__
         self._previous_hook(kind, error, trace)
 
     def _end_with_process(self) -> None:
+        """Close the monitor at the end of the process. If this rank serves the store, wait for the other ranks."""
+        # Run once, by atexit or by multiprocessing.
         atexit.unregister(self._end_with_process)
         self._finalizer.cancel()
         if os.getpid() != self._pid:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LONGEST_POLL_S = 0.25
 _FIRST_POLL_S = 0.0005
-_LATE_S = 10.0  # after which a rank that waits for others in a call names them
+_LATE_S = 10.0  # after which a rank that waits for others in a call prints their numbers
 _TOO_LATE_S = 60.0  # after which a main rank makes a call alone
 _ENDED_S = 1.0  # after which a rank that waits in a call checks for ranks that have ended
 _LATE_AGAIN_S = 1.0  # the same as _LATE_S for a main rank that has made a call alone before
@@ -43,8 +43,8 @@ class Meetings:
         timeout: longest time that a rank waits for the others.
 
     Attributes:
-        loop_watch: monitor of a user-written loop, which knows the positions of late ranks and the ranks that have
-            left. None in a Trainer.
+        loop_watch: monitor of a user-written loop, which has the positions of late ranks and the ranks that have left.
+            Set by `ProcessGroup.watch_loop`. None in a Trainer.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
@@ -54,8 +54,8 @@ class Meetings:
         self._world_size = world_size
         self._timeout = timeout
         # Equal on all ranks, since all ranks make the same calls. They separate the keys of different calls.
-        self._num_meetings = 0
-        self._num_joint_calls = 0
+        self._num_meetings = 0  # calls of `meet`
+        self._num_joint_calls = 0  # calls of `meet_or_lead`, including those that the main rank has made alone
         self._last_meeting: Any = None  # store of the last `meet`, whose keys the next one deletes
         self._has_led = False  # this main rank has made a call of `meet_or_lead` alone
 
@@ -77,6 +77,7 @@ class Meetings:
 
     def meet_or_lead(self, call: str, position: str) -> Turn:
         """Wait for the other ranks, or make the call alone as the main rank; see `Processes.meet_or_lead`."""
+        # A late rank repeats this for each call that the main rank has made alone, until it is at its own call.
         while True:
             self._num_joint_calls += 1
             store = PrefixStore(f"joint/{self._num_joint_calls}/{call}", self._store)
@@ -95,13 +96,14 @@ class Meetings:
                 return "alone"
             if outcome == f"alone at {position}":
                 return "done"
-            # The main rank has made an earlier call alone. This call is a later one.
+            # The main rank has made an earlier call alone. This call is a later one, so wait for the next outcome.
 
     def _wait_for(self, key: str, store: Any, call: str, *, leads: bool = False) -> bool:
-        """Wait until `key` exists, and report the ranks that are late. See `Processes.meet` for errors.
+        """Wait until `key` exists, and report the ranks that are late. Return True. See `Processes.meet` for errors.
 
-        If `leads` is True, return False when all late ranks are in collectives, which they cannot leave without this
-        rank, or are too late: on an accelerator, a rank that waits for this one may be in any call.
+        If `leads` is True, return False instead when all late ranks have left the run, are in collectives, which they
+        cannot leave without this rank, or are 60 s late: on an accelerator, a rank that waits for this one may be in
+        any call.
 
         Args:
             key: the key of `store` that ends the wait.
@@ -114,7 +116,7 @@ class Meetings:
         next_report_s = _LATE_AGAIN_S if leads and self._has_led else _LATE_S
         # Positions of the late ranks at the last report, if they were in collectives. None before the first report.
         blocked_before: list[str] | None = None
-        while not store.check([key]):  # store.wait() would log two warnings of torch for each second
+        while not store.check([key]):  # torch logs two warnings per second in store.wait()
             time.sleep(poll_s)  # Ctrl-C works here
             poll_s = min(2 * poll_s, LONGEST_POLL_S)
             waited_s = time.monotonic() - start_s

@@ -72,6 +72,7 @@ class PartialState:
     Raises:
         ConfigurationError: an argument is unknown, invalid or contradicts the existing state, or this node has more
             processes than accelerators, unless one is visible to each process or the backend is gloo.
+        MissingPackageError: the backend is `"ccl"`, and its package is not installed.
         TimeoutError: some processes have not joined.
     """
 
@@ -92,7 +93,7 @@ class PartialState:
     _world: Any  # torch's default group when this state was created; None without one
     _joined: bool  # False once the group was closed, so that `joined` opens it again
     _first_store: Any  # a store of `_first_process_first`, which waits without a collective; None before its first use
-    _created: str  # the line of the user's code that created the state
+    _created: str  # the line of the user's code that created the state; missing after unpickling in a new process
 
     def __init__(self, cpu: bool = False, **kwargs: object) -> None:
         self.__dict__ = self._shared_state
@@ -147,7 +148,7 @@ class PartialState:
 
     @property
     def initialized(self) -> bool:
-        """True if a process has a state: after the first `PartialState()`, until the state is reset."""
+        """True if this process has a state: after the first `PartialState()`, until the state is reset."""
         return bool(self.__dict__)
 
     @property
@@ -212,7 +213,8 @@ class PartialState:
         An error of the main process is raised there, and as a `WorkerError` on the waiting processes.
 
         Raises:
-            TimeoutError: the main process took longer than the group's `timeout`.
+            TimeoutError: the main process took longer than the group's `timeout`. Raised on the waiting processes.
+            WorkerError: the main process has failed. Raised on the waiting processes.
         """
         with self._first_process_first(self.is_main_process, "main"):
             yield
@@ -277,7 +279,8 @@ class PartialState:
 
         Args:
             group: the group. Default: None, which closes all groups. Later collective operations open a new default
-                group. No effect for a single process, and in processes that a notebook has forked.
+                group, unless the script had created it. No effect without torch's default group. None has no effect in
+                processes that a notebook has forked.
         """
         if self.fork_launched and group is None:  # as in Accelerate
             return
@@ -287,7 +290,7 @@ class PartialState:
             dist.destroy_process_group(group)
 
     def joined(self) -> Processes:
-        """Return the communication of the processes. Collective if their group was closed and is created again.
+        """Return the communication of the processes. Collective after their group was closed or replaced.
 
         Raises:
             ConfigurationError: the group was created by the script and no longer exists.
@@ -329,8 +332,8 @@ class PartialState:
             self._first_store = processes.own_store("trainwright/first")
         store = self._first_store
         key = f"{prefix}/{next(_turns)}"
-        # As in Accelerate, all processes meet between the first body and the others. In a nested block, that would wait
-        # forever, because the other processes still wait for the outer block.
+        # As in Accelerate, all processes meet between the first body and the others. In a nested block, a barrier would
+        # wait forever, because the other processes still wait for the outer block.
         has_barrier = not _open_blocks
         _open_blocks.append(key)
         try:
@@ -344,7 +347,7 @@ class PartialState:
                 if has_barrier:
                     processes.barrier()
             else:
-                _wait_for(store, key, processes.timeout)
+                _wait_for(store, key, processes.timeout)  # raises a WorkerError if the first process has failed
                 if has_barrier:
                     processes.barrier()
                 yield

@@ -34,7 +34,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's default for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
 _SLOW_START_S = 60.0  # after which rank 0 prints the ranks that have not started
 
-_num_groups_created = 0
+_num_groups_created = 0  # by this process; equal on all ranks, so that it separates the runs in the store
 # The hook before and after torch changed it; see `ProcessGroup._create_group`.
 _excepthook = sys.excepthook
 _torch_excepthook = sys.excepthook
@@ -67,7 +67,13 @@ class Processes:
         self.num_nodes = self.topology.num_nodes
 
     def open(self, device: torch.device) -> None:
-        """Connect to the other processes. Collective."""
+        """Connect to the other processes. Collective.
+
+        Raises:
+            ConfigurationError: the address of rank 0 is missing.
+            TimeoutError: a rank did not arrive within `timeout`.
+            WorkerError: a process that the Trainer started has failed.
+        """
 
     def close(self) -> None:
         """Disconnect from the other processes. Does not wait for them."""
@@ -142,13 +148,15 @@ class Processes:
         Raises:
             ConfigurationError: each rank that is missing waits in a collective, and so can never make the call.
             TimeoutError: a rank did not make the call within `timeout`.
+            WorkerError: a rank that is missing has left the run.
         """
 
     def meet_or_lead(self, call: str, position: str) -> Turn:
         """Wait for the other ranks as `meet` does. The main rank waits some seconds, and then makes the call alone.
 
-        The wait takes 10 s if the other ranks are in collectives, which they cannot leave without the main rank, and
-        60 s otherwise. After a call that was made alone, it takes 1 s for ranks in collectives.
+        The wait takes 10 s if the late ranks are in collectives, which they cannot leave without the main rank, 1 s if
+        they have left the run, and 60 s otherwise. After a call that was made alone, it takes 1 s for ranks in
+        collectives.
 
         Args:
             call: the name of the call, for messages.
@@ -160,7 +168,9 @@ class Processes:
             late rank whose call the main rank has made.
 
         Raises:
-            TimeoutError: the main rank did not make the call within `timeout`.
+            ConfigurationError: on a rank other than the main rank, each missing rank waits in a collective.
+            TimeoutError: the call did not begin within `timeout`.
+            WorkerError: on a rank other than the main rank, the main rank has left the run.
         """
         return "together"
 
@@ -384,7 +394,7 @@ class ProcessGroup(Processes):
 
     def close(self) -> None:
         self.end_watch()
-        if self._created_here and dist.is_initialized():
+        if self._created_here and dist.is_initialized():  # the script may have destroyed the group
             if self._failed:
                 _abandon_groups()
             else:
@@ -468,7 +478,11 @@ class ProcessGroup(Processes):
 
 
 def length_of_time(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
-    """Convert a timeout (seconds, a timedelta, a Duration, or text such as `"30 min"`) of the argument `name`."""
+    """Convert a timeout (seconds, a timedelta, a Duration, or text such as `"30 min"`) of the argument `name`.
+
+    Raises:
+        ConfigurationError: the value is not a length of time, or not positive.
+    """
     if isinstance(value, datetime.timedelta):
         return value
     duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)

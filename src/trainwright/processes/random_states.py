@@ -34,11 +34,15 @@ def synchronize_rng_states(
         rng_types: `"torch"` for the CPU, `"generator"`, or the kind of this process's device (`"cuda"`, …). Default:
             None, which is torch's on the CPU and on the device.
         generator: The generator that `"generator"` refers to. Default: None, which ignores `"generator"`.
+
+    Raises:
+        ConfigurationError: A type is the kind of another device.
+        ValueError: A type is unknown.
     """
     device = PartialState().device
     kinds = ["torch", device.type] if rng_types is None else [str(RNGType(kind)) for kind in rng_types]
     for kind in dict.fromkeys(kinds):
-        if kind != "cpu":
+        if kind != "cpu":  # of `device.type`: "torch" is the generator of the CPU
             synchronize_rng_state(kind, generator)
 
 

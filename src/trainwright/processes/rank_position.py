@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 _MOST_STACK_CHARACTERS = 20_000
-_WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
+_WRAPPERS = ("wrapper", "decorate_context", "<lambda>")  # functions of torch that call the function of a user's name
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Position:
     step: int  # completed optimizer steps
     batch: int  # micro-batches consumed by this rank
     evaluated: int  # evaluation batches that this rank has completed in this stage
-    phase: str  # what the Trainer is doing: "fit", "validate", "test", "predict"
+    phase: str  # what the Trainer is doing: "fit", "validate", "test", "predict"; "user-written loop" without a Trainer
 
     def __str__(self) -> str:
         return f"{self.phase}, step {self.step}, batch {self.batch}, {self.evaluated} evaluation batches done"
@@ -69,12 +69,16 @@ def position_of_rank(rank: int, position: Position, still_s: float, thread_id: i
 
 
 def last_recorded_collective() -> str:
-    """Return the collective that torch's flight recorder has recorded last in this process, with its number."""
+    """Return the collective that torch's flight recorder has recorded last in this process, with its number.
+
+    Return an empty string if torch has recorded none.
+    """
     # Private names of torch 2.13; its own command line reads the same JSON from files.
     read = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if not dist.is_available() or read is None:
         return ""
-    entries = json.loads(read(True, False)).get("entries") or []
+    trace = json.loads(read(True, False))  # with collectives, and not only those that still run
+    entries = trace.get("entries") or []
     if not entries:
         return ""
     last = entries[-1]

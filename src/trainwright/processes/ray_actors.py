@@ -25,9 +25,9 @@ from trainwright.processes.launcher import free_port, import_path
 
 PARENT = "{parent}"  # in a command: the process ID of the actor
 WORK = "{work}"  # in a command: the file with the work
-_OPTIONS = ("max_restarts", "cpus")
+_OPTIONS = ("max_restarts", "cpus")  # of `parse_launcher`
 _READY_S = 120.0  # for the placement group, once the cluster is known to have the resources
-_CONNECT_S = 5.0
+_CONNECT_S = 5.0  # for one connection to the address of a cluster
 _GRACE_S = 10.0  # for programs to end after SIGTERM
 
 
@@ -44,7 +44,8 @@ class RayJob:
         cpus: CPU cores of each process. Default: 1.
         variables: further environment variables. Default: none.
         max_restarts: number of times that all processes are started again after a failure. Default: 0.
-        address: address of the cluster. Default: None, which is a running cluster, or else a new local cluster.
+        address: address of the cluster. Ignored if this process is already connected to a cluster. Default: None, which
+            is a running cluster, or else a new local cluster.
         work: content of the file `WORK`. Default: None, for a command without `WORK`.
     """
 
@@ -113,12 +114,14 @@ def run_on_ray(job: RayJob) -> bytes | None:
     """Run the processes of a job until all have ended. Return the bytes that rank 0 passed to `write_result`, or None.
 
     Raises:
-        ConfigurationError: the cluster lacks the resources. No process has been started.
+        ConfigurationError: the cluster cannot be reached or lacks the resources. No process has been started.
+        MissingPackageError: ray is not installed.
         WorkerError: a process has failed, and no restart is left.
     """
     ray = require_package("ray", purpose="starting processes on Ray", install="ray")
     with _connected(ray, job), _placement(ray, job) as group:
         name = secrets.token_hex(8)
+        failure: str | None = None
         for attempt in range(job.max_restarts + 1):
             variables = {
                 JOB: name,
@@ -132,7 +135,8 @@ def run_on_ray(job: RayJob) -> bytes | None:
                 headline = failure.strip().splitlines()[-1]  # the last line of a traceback names the error
                 text = f"{headline} Restart {attempt + 1} of {job.max_restarts}."
                 warnings.warn(text, TrainwrightWarning, stacklevel=2)
-        raise WorkerError(failure or "")
+        assert failure is not None  # each attempt has failed
+        raise WorkerError(failure)
 
 
 @contextlib.contextmanager
@@ -148,7 +152,7 @@ def _connected(ray: Any, job: RayJob) -> Iterator[None]:
     except ConnectionError as error:
         if job.address is not None:
             raise ConfigurationError(f"the Ray cluster at {job.address} cannot be reached: {error}") from error
-        # No cluster runs here. A local one gets enough CPUs in Ray's count, even on a machine with fewer cores.
+        # No cluster runs here. Ray places actors by a count of CPUs, which may exceed the cores of the machine.
         cpus = max(os.cpu_count() or 1, job.num_processes * job.cpus)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
     try:
@@ -210,7 +214,7 @@ def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
 
 
 def _run_attempt(ray: Any, job: RayJob, group: Any, variables: Mapping[str, str]) -> tuple[str | None, bytes | None]:
-    """Start all ranks and wait for them. Return the first failure, if any, and the result of rank 0."""
+    """Start all ranks and wait for them. Return the first failure and the result of rank 0, or None for each."""
     actors = _start_actors(ray, job, group)
     try:
         try:

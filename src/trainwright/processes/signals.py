@@ -20,7 +20,7 @@ from trainwright.processes.process_group import Processes
 SIGNALS: tuple[signal.Signals, ...] = (signal.SIGTERM,)
 if hasattr(signal, "SIGUSR1"):  # not on Windows
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_EXCHANGE_EVERY_N_STEPS = 10  # at least
+_EXCHANGE_EVERY_N_STEPS = 10  # the maximum number of steps between two exchanges
 _HUNG_S = 30.0  # until a user-written loop that has not handled SIGTERM is ended: Kubernetes' and Slurm's default
 
 _open_sockets: list[socket.socket] = []  # to which Python writes the numbers of signals
@@ -73,7 +73,7 @@ def ending_hung_process(seconds: float, reason: Callable[[], str]) -> Iterator[N
     """
 
     def end_late() -> None:
-        deadline: float | None = None
+        deadline: float | None = None  # None before SIGTERM, and after a deadline at which the process did not hang
         while True:
             timeout_s = None if deadline is None else deadline - time.monotonic()
             if timeout_s is not None:
@@ -132,7 +132,7 @@ class ReceivedSignal:
         self.signal = 0
         self.agreed = False
         self.receiver = 0
-        self._deadline = 0.0
+        self._deadline = 0.0  # when the system ends the process; valid with a signal
 
     def take(self, number: int) -> None:
         """Record a signal to this process. Only the first signal is recorded."""
@@ -180,7 +180,7 @@ class LoopSignal(ReceivedSignal):
     """
 
     def __init__(self, processes: Processes) -> None:
-        super().__init__(grace_s=0.0)
+        super().__init__(grace_s=0.0)  # a user-written loop stops at `should_stop`, whatever time remains
         self._processes = processes
         self._agreement = Agreement(processes, _EXCHANGE_EVERY_N_STEPS)
         self._num_steps = 0
@@ -219,7 +219,7 @@ class LoopSignal(ReceivedSignal):
             self.set_agreed(self._agreement.exchange(self._num_steps, self.signal_and_remaining_ms()))
 
     def close(self) -> None:
-        """Restore the earlier handlers."""
+        """Restore the earlier handlers. Outside of the main thread, the handlers stay and only stop recording."""
         for handler in self._handlers:
             handler.close()
         if threading.current_thread() is threading.main_thread():

@@ -22,13 +22,13 @@ from trainwright.core.names.replacement import repeat
 from trainwright.core.process import started_by_trainer, variable
 from trainwright.processes.loop_watch import report_error
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 def end_with(parent: int, folder: Path) -> None:
     """Wait until `parent` (rank 0) has ended. Then remove `folder`, as rank 0 would, and end this process."""
     while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
@@ -56,8 +56,8 @@ def send_to_spawned(definitions: list[type | FunctionType]) -> None:
         for name in modules:
             cloudpickle.register_pickle_by_value(sys.modules[name])
         try:
-            found: bytes = cloudpickle.dumps(definitions)
-            return found
+            pickled: bytes = cloudpickle.dumps(definitions)
+            return pickled
         finally:
             for name in modules:
                 cloudpickle.unregister_pickle_by_value(sys.modules[name])
@@ -87,6 +87,8 @@ def main(work_file: str) -> int:
     error_file.unlink(missing_ok=True)  # of an earlier attempt
     try:
         with open(work_file, "rb") as file:
+            # The three pickles of `launcher.serialize`. Libraries are replaced before the work is unpickled, because
+            # modules that the work needs may import them.
             unpickler = pickle.Unpickler(file)
             repeat(unpickler.load())
             before, work, sys.argv = unpickler.load()
@@ -99,7 +101,7 @@ def main(work_file: str) -> int:
         work()
         for error in unraised.take():  # this process ends without the functions of atexit
             raise error
-    except Preempted:  # agreed by all, including the parent
+    except Preempted:  # all ranks stop, including the parent, which raises the same error
         return PREEMPTED
     except BaseException as error:  # noqa: BLE001  # any error belongs in the parent's message
         report_error(error)
@@ -112,8 +114,8 @@ def main(work_file: str) -> int:
 
 
 if __name__ == "__main__":
-    watched = int(sys.argv[2]), Path(sys.argv[1]).parent
-    threading.Thread(target=end_with, args=watched, name="trainwright-parent-watch", daemon=True).start()
+    parent_and_folder = int(sys.argv[2]), Path(sys.argv[1]).parent
+    threading.Thread(target=end_with, args=parent_and_folder, name="trainwright-parent-watch", daemon=True).start()
     code = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
