@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
@@ -37,6 +38,9 @@ def make_strategy(text: str) -> Any:
     """
     name, *parts = text.split(":")
     make = STRATEGIES.get(name)
+    described = make  # whose signature names the options
+    if isinstance(make, _Preset):
+        described = STRATEGIES.get(make.base)
     options: dict[str, Any] = {}
     for part in parts:
         key, is_given, value = part.partition("=")
@@ -47,7 +51,7 @@ def make_strategy(text: str) -> Any:
             )
         options[key] = _value(value)
     try:
-        known = inspect.signature(make).parameters
+        known = inspect.signature(described).parameters
     except ValueError:  # the class has no signature
         return make(**options)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -67,29 +71,47 @@ def _value(text: str) -> Any:
         return text
 
 
-def _make(name: str, /, **options: object) -> Any:
-    """Create the strategy `name` with preset options. Arguments of the call override these options."""
-    return STRATEGIES.get(name)(**options)
+@dataclass(frozen=True, slots=True)
+class _Preset:
+    """Another name for the strategy `base`, with preset options. Arguments of the call override these options."""
+
+    base: str
+    options: Mapping[str, Any]
+
+    def __call__(self, **options: Any) -> Any:
+        return STRATEGIES.get(self.base)(**{**self.options, **options})
 
 
-STRATEGIES.register("fsdp_cpu_offload", partial(_make, "fsdp", cpu_offload=True))
-for _stage in (1, 2, 3):
-    _on_host = {"offload_optimizer": True, **({"offload_parameters": True} if _stage == 3 else {})}
-    STRATEGIES.register(f"deepspeed_stage_{_stage}", partial(_make, "deepspeed", stage=_stage))
-    STRATEGIES.register(f"deepspeed_stage_{_stage}_offload", partial(_make, "deepspeed", stage=_stage, **_on_host))
-_on_disk = {**_on_host, "offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
-STRATEGIES.register("deepspeed_stage_3_offload_nvme", partial(_make, "deepspeed", stage=3, **_on_disk))
+def _register_preset(name: str, base: str, **options: Any) -> None:
+    STRATEGIES.register(name, _Preset(base, options))
 
-for _spmd in ("ddp", "fsdp"):
-    STRATEGIES.register(f"xla_{_spmd}", partial(_make, "xla", spmd=_spmd))
 
-# Lightning's names. All of them start processes in the same way: the launcher decides.
-STRATEGIES.register("single_device", partial(_make, "single"))
-STRATEGIES.register("single_xla", partial(_make, "xla"))
-for _start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):
-    if _start != "ddp":
-        STRATEGIES.register(_start, partial(_make, "ddp"))
-    for _flag in (True, False):
-        STRATEGIES.register(
-            f"{_start}_find_unused_parameters_{_flag}".lower(), partial(_make, "ddp", find_unused_parameters=_flag)
-        )
+# Presets of Lightning.
+_register_preset("fsdp_cpu_offload", "fsdp", cpu_offload=True)
+_register_preset("deepspeed_stage_1", "deepspeed", stage=1)
+_register_preset("deepspeed_stage_2", "deepspeed", stage=2)
+_register_preset("deepspeed_stage_3", "deepspeed", stage=3)
+_register_preset("deepspeed_stage_1_offload", "deepspeed", stage=1, offload_optimizer=True)
+_register_preset("deepspeed_stage_2_offload", "deepspeed", stage=2, offload_optimizer=True)
+_register_preset("deepspeed_stage_3_offload", "deepspeed", stage=3, offload_optimizer=True, offload_parameters=True)
+_register_preset(
+    "deepspeed_stage_3_offload_nvme",
+    "deepspeed",
+    stage=3,
+    offload_optimizer=True,
+    offload_parameters=True,
+    offload_optimizer_device="nvme",
+    offload_params_device="nvme",
+)
+_register_preset("xla_ddp", "xla", spmd="ddp")
+_register_preset("xla_fsdp", "xla", spmd="fsdp")
+
+# Other names of Lightning. All names of DDP start processes in the same way: the launcher decides.
+_register_preset("single_device", "single")
+_register_preset("single_xla", "xla")
+_register_preset("ddp_spawn", "ddp")
+_register_preset("ddp_fork", "ddp")
+_register_preset("ddp_notebook", "ddp")
+for _ddp in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):
+    _register_preset(f"{_ddp}_find_unused_parameters_true", "ddp", find_unused_parameters=True)
+    _register_preset(f"{_ddp}_find_unused_parameters_false", "ddp", find_unused_parameters=False)

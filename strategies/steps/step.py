@@ -112,8 +112,9 @@ class Step(ABC):
     Attributes:
         parts: The argument.
         scaler: Loss scaler, or None.
-        stepped: With manual optimization, True if an optimizer has stepped in the last group, or there is none. The
-            group then counts as a step, although `forward_backward` returns no loss. Otherwise False.
+        stepped: True if the last group counts as a step although `forward_backward` returned no loss. With manual
+            optimization: an optimizer has stepped, or the task has none. With torchft: other replicas have completed
+            the step. Otherwise False.
     """
 
     def __init__(self, parts: StepParts) -> None:

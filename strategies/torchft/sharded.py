@@ -29,10 +29,10 @@ class ShardedReplicaEngine(FSDPEngine):
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         if not roots:
             raise no_own_loops()
-        found = super().prepare(models, optimizers, plan, roots)
+        prepared = super().prepare(models, optimizers, plan, roots)
         if optimizers is not None:  # evaluations read all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
-        return found
+        return prepared
 
     def make_step(self, parts: StepParts) -> Step:
         if not self.strategy.sync_each_batch:

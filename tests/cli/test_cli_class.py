@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainwright import CLI, ConfigurationError, DataModule, EarlyStopping, TaskModule, TrainwrightWarning
 from trainwright.callbacks import Timer
 from trainwright.cli import OptimizerCallable, ReduceLROnPlateau, SaveConfigCallback
+from trainwright.cli.configs.save_config_callback import resolved_yaml
 
 
 class Net(TaskModule):
@@ -248,3 +249,12 @@ def test_two_optimizers_without_link_to_are_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match=r"one optimizer, and adam, sgd were.*link_to='model\.optimizer_init'"):
         cli("--sgd.lr=0.5", of=Adds, run=False)
+
+
+def test_values_that_yaml_cannot_represent_are_omitted_also_in_lists() -> None:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_argument("--values", type=list[Any], default=[1, lambda: 2, {"function": lambda: 3, "number": 4}])
+    written = yaml.safe_load(resolved_yaml(parser, parser.parse_args([])))
+    assert written == {"values": [1, {"number": 4}]}

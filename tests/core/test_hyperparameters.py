@@ -13,6 +13,7 @@ from torch import nn
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.hyperparameters import kept_and_left_out
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
@@ -47,6 +48,19 @@ def test_a_name_that_is_no_argument_is_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match="no argument 'widht'; it has: width"):
         Misspelt(1)
+
+
+def test_the_key_none_hides_no_other_key() -> None:
+    assert kept_and_left_out({"names": {None: 1, "a": 2}})[1] == {}
+    left_out = {"names": "names.inner has the key 2, and keys must be text"}
+    assert kept_and_left_out({"names": {"inner": {None: 1, 2: 3}}})[1] == left_out
+
+
+def test_a_set_with_none_and_an_object_is_left_out() -> None:
+    others = [object() for _ in range(64)]  # None comes before one of these in at least one of the sets
+    reasons = [kept_and_left_out({"names": {None, other}})[1] for other in others]
+    assert reasons == [{"names": "names holds a object"}] * len(others)
+    assert kept_and_left_out({"names": {None, "a"}})[1] == {}
 
 
 class Colour(enum.Enum):

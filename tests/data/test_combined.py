@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from tests.data.sources import Numbers, Resumable, flat, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -143,6 +143,18 @@ def test_ranks_together_cycle_a_short_member_as_one_rank_does(length: int, world
         assert whole == [[m, m % length] for m in range(rank, 12, world)]
         for start in range(len(whole)):
             assert [flat(batch) for batch in loader(rank).iterate(start)] == whole[start:]
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_cycled_member_with_divided_batches_begins_each_pass_at_its_first_batch(start: int) -> None:
+    def divided_in_two(length: int) -> DataLoader[Any]:
+        return DataLoader(Numbers(length), batch_sampler=BatchSampler(range(length), 2, drop_last=False))
+
+    options = LoaderOptions(rank=1, world=2, split_batches=True)
+    loader = prepare_loader(CombinedLoader([divided_in_two(6), divided_in_two(16)], "max_size_cycle"), options)
+    loader.set_epoch(0)
+    of_rank_1 = [short.tolist() for short, _ in loader.iterate(start)]
+    assert of_rank_1 == [[1], [3], [5], [1], [3], [5], [1], [3]][start:]
 
 
 def test_padding_of_a_rank_that_no_member_reaches_is_the_first_batch() -> None:

@@ -226,6 +226,27 @@ def test_workers_of_a_stream_are_seeded_by_seed_epoch_and_rank() -> None:
     assert len({tuple(numbers) for numbers in different}) == 4
 
 
+class NamedNoise(Dataset[torch.Tensor]):
+    def __getitem__(self, name: object) -> torch.Tensor:
+        return torch.rand(()) if name in ("first", "second", b"third") else torch.zeros(())
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_names_of_samples_without_batches_have_equal_seeds_with_and_without_a_worker() -> None:
+    options = LoaderOptions(per_sample_rng=True)
+    drawn: list[list[float]] = []
+    for num_workers in (0, 1):
+        names: Any = ["first", "second", b"third"]
+        source = DataLoader(NamedNoise(), batch_size=None, sampler=names, num_workers=num_workers)
+        loader = prepare_loader(source, options)
+        loader.set_epoch(0)
+        drawn.append([sample.item() for sample in loader.iterate()])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 3
+
+
 def test_persistent_workers_serve_every_epoch_in_its_own_order() -> None:
     source = DataLoader(Numbers(12), 3, shuffle=True, num_workers=1, persistent_workers=True)
     loader = prepare_loader(source, LoaderOptions())

@@ -79,6 +79,7 @@ def test_options_may_follow_a_name() -> None:
         ("megatron:schedul=gpipe", "megatron has no option 'schedul'.*Did you mean 'schedule'"),
         ("megatrom:pp=2", "unknown strategy 'megatrom'.*Did you mean 'megatron'"),
         ("megatron:pp=two", "pp='two': use an integer"),
+        ("ddp_spawn:static_grap=True", "ddp_spawn has no option 'static_grap'.*Did you mean 'static_graph'"),
     ],
 )
 def test_an_option_that_cannot_be_read_is_an_error(text: str, says: str) -> None:

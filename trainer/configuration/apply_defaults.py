@@ -53,39 +53,44 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     )
     choice = defaults.choice
     launched = defaults.launched
-    texts = list(defaults.warnings)
+    warnings = list(defaults.warnings)
     (strategy,) = choice.strategies
-    precision = arguments.precision
-    accumulate = arguments.accumulate_grad_batches
-    if choice.argument is None:
-        # The configuration of a passed strategy sets no arguments: the strategy compares it with them.
-        default_precision = launched.mixed_precision
-        default_accumulate = launched.accumulation
-    else:
+
+    # Variables that select an engine also configure it, for example by a DeepSpeed file. That configuration sets the
+    # arguments. The configuration of a strategy that the user has passed sets none: it is compared with them later.
+    is_from_variables = choice.argument is not None
+    default_precision = launched.mixed_precision
+    default_accumulate = launched.accumulation
+    if is_from_variables:
         default_precision = defaults.mixed_precision
         default_accumulate = choice.accumulation or launched.accumulation
+    precision = arguments.precision
     if precision is None and default_precision is not None:
         precision = precision_of(default_precision)
+    accumulate = arguments.accumulate_grad_batches
     if accumulate == 1:
         accumulate = default_accumulate
+
     accelerator = arguments.accelerator
     if launched.cpu and accelerator == "auto":
         accelerator = "cpu"
     elif launched.cpu and accelerator != "cpu":
-        texts.append(f"ACCELERATE_USE_CPU=true is overridden by accelerator={accelerator!r}.")
+        warnings.append(f"ACCELERATE_USE_CPU=true is overridden by accelerator={accelerator!r}.")
+
     compile = arguments.compile
-    dynamo = TorchDynamoPlugin()
-    options = dynamo.compile_options()
-    if options is not None and compile is False:
-        compile = options
-    elif options is not None:
-        texts.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={compile!r}.")
-    warn_on_main(texts, stacklevel=5)
+    dynamo = TorchDynamoPlugin()  # reads its variables
+    launched_compile = dynamo.compile_options()
+    if launched_compile is not None and compile is False:
+        compile = launched_compile
+    elif launched_compile is not None:
+        warnings.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={compile!r}.")
+
+    warn_on_main(warnings, stacklevel=5)
     return replace(
         arguments,
         strategy=strategy,
         precision=precision,
-        accumulate_grad_batches=_with_machines_that_left(accumulate),
+        accumulate_grad_batches=_keep_batch_size(accumulate),
         accelerator=accelerator,
         compile=compile,
     )
@@ -103,16 +108,17 @@ def _passed_steps(arguments: TrainerArguments) -> Passed:
     return Passed(f"accumulate_grad_batches={steps}", None if steps == 1 else steps)
 
 
-def _with_machines_that_left(accumulate: int) -> int:
+def _keep_batch_size(accumulate: int) -> int:
     """Return the number of micro-batches per step that keeps the global batch size after processes have left the job.
+
+    Example: if 4 of 8 processes are left, each of them runs 2 × `accumulate` micro-batches.
 
     Raises:
         ConfigurationError: no number of micro-batches keeps the global batch size.
     """
-    text = variable(ALL_PROCESSES)  # set by the launcher when it restarts a job with fewer processes
+    text = variable(ALL_PROCESSES)  # set by `trainwright launch --min_nodes`: the number at the start of the job
     if text is None:
         return accumulate
-    # 4 of 8 processes are left: each runs 2 × accumulate micro-batches per step.
     num_complete = int(text)
     num_left = detect().world_size
     total = num_complete * accumulate

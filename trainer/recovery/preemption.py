@@ -1,7 +1,11 @@
 """Handling of preemption signals: write a checkpoint and end the process.
 
-A signal handler only stores the signal. Ranks exchange signals between two steps or two validation batches, stop, write
-a checkpoint if there is time, and end together with exit code 143.
+Which handler is set depends on the phase of the process:
+
+- Outside fits: `_RequeueHandler`, for SIGUSR1 only. It ends the process.
+- In a fit: `_StoringHandler`, which only stores the signal. Ranks exchange signals between two steps or two validation
+  batches, stop, write a checkpoint if there is time, and end together with exit code 143.
+- From the end of a fit that a signal has stopped until the end of the process: `_ExitHandler`, which ignores signals.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ _MAX_BATCHES_BETWEEN_EXCHANGES = 1000  # of an evaluation
 _HUNG_S = 10.0  # after the grace, until a process that hangs is ended
 
 
-class _Requeue(SignalHandler):
+class _RequeueHandler(SignalHandler):
     """Handler of SIGUSR1, Slurm's warning, outside of a fit. It ends the process, as there is no state to save."""
 
     def __init__(self, is_main: bool, requeue: bool) -> None:
@@ -93,14 +97,19 @@ def listen(*, is_main: bool, requeue: bool) -> None:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return
     previous = signal.getsignal(signal.SIGUSR1)
-    if previous is signal.SIG_DFL or isinstance(previous, _Requeue):
-        signal.signal(signal.SIGUSR1, _Requeue(is_main, requeue))
+    if previous is signal.SIG_DFL or isinstance(previous, _RequeueHandler):
+        signal.signal(signal.SIGUSR1, _RequeueHandler(is_main, requeue))
 
 
-class _Note(SignalHandler):
+class _StoringHandler(SignalHandler):
     """Handler that stores a signal during a fit for the training loop. It also calls a handler set by the user.
 
     During the setup of a fit nothing has to be saved, so `Preempted` is raised at once.
+
+    Args:
+        preemption: stores the signal.
+        loop: the state of the training loop.
+        previous: the handlers that were set before the fit, by signal.
     """
 
     def __init__(self, preemption: Preemption, loop: LoopState, previous: Mapping[int, Any]) -> None:
@@ -112,14 +121,16 @@ class _Note(SignalHandler):
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Store the signal, and make the loop check for it after the current step."""
         previous = self._previous[number]
-        is_ending = self._preemption.agreed
+        was_agreed = self._preemption.agreed
         self._preemption.take(number)
         self._loop.check_next_step()
         if is_users(previous):
             previous(number, frame)
-        elif not self._loop.trains and not is_ending:  # during the setup
+            return
+        is_setup = not self._loop.trains and not was_agreed
+        if is_setup:
             self._preemption.agreed = True
-            requeue = previous if isinstance(previous, _Requeue) else _Requeue(False, False)
+            requeue = previous if isinstance(previous, _RequeueHandler) else _RequeueHandler(False, False)
             requeue.handle(number, frame)
 
 
@@ -138,41 +149,49 @@ class Preemption(ReceivedSignal):
         if self.grace_s is None or threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous: dict[int, Any] = {}  # filled below, before a handler can read it
-        note = _Note(self, loop, previous)
+        previous = {int(number): signal.getsignal(number) for number in SIGNALS}
+        storing = _StoringHandler(self, loop, previous)
         _ExitHandler.begun = False
-        for number in SIGNALS:
-            previous[number] = signal.getsignal(number)
-            signal.signal(number, note)
+        for number in previous:
+            signal.signal(number, storing)
         failure: BaseException | None = None
         try:
-            if is_users(previous[signal.SIGTERM]):  # the user's handler may decide that the process does not end
+            with self._ending_hung_fit(previous):
                 yield
-            else:
-                text = f"no step ended within preemption_grace={self.grace_s:g} s"
-                with ending_hung_process(self.grace_s + _HUNG_S, lambda: text):
-                    yield
         except BaseException as error:
             failure = error
             raise
         finally:
-            # A signal after the last exchange of the loop ends the process here.
+            # A signal after the last exchange of the loop. No rank will agree on it any more.
             is_late = bool(self.signal) and not self.agreed and not is_users(previous[self.signal])
             if is_late:
                 self.agreed = True
-            _ExitHandler.begun = self.agreed
-            exiting = _ExitHandler(self._deadline, previous)
-            for known_number, handler in previous.items():
-                if self.agreed and not is_users(handler):
-                    signal.signal(known_number, exiting)
-                else:
-                    signal.signal(known_number, handler if handler is not None else signal.SIG_DFL)
+            self._replace_handlers(previous)
             if is_late:
                 name = signal.Signals(self.signal).name
                 if isinstance(failure, Exception):
-                    traceback.print_exception(failure)
+                    traceback.print_exception(failure)  # `Preempted` replaces it
                 os.write(2, f"trainwright: received {name} while the fit ended; the process ends.\n".encode())
                 raise Preempted(name) from failure
+
+    def _ending_hung_fit(self, previous: Mapping[int, Any]) -> contextlib.AbstractContextManager[None]:
+        """Return a context that ends this process if it does not end in time after SIGTERM."""
+        if is_users(previous[signal.SIGTERM]):  # the user's handler may decide that the process does not end
+            return contextlib.nullcontext()
+        reason = f"no step ended within preemption_grace={self.grace_s:g} s"
+        return ending_hung_process((self.grace_s or 0.0) + _HUNG_S, lambda: reason)
+
+    def _replace_handlers(self, previous: Mapping[int, Any]) -> None:
+        """At the end of a fit, restore the earlier handlers, or ignore signals if the process ends now."""
+        _ExitHandler.begun = self.agreed
+        exiting = _ExitHandler(self._deadline, previous)
+        for number, handler in previous.items():
+            if self.agreed and not is_users(handler):
+                signal.signal(number, exiting)
+            elif handler is None:  # a handler in C, which Python cannot restore
+                signal.signal(number, signal.SIG_DFL)
+            else:
+                signal.signal(number, handler)
 
     def write_deadline_s(self) -> float | None:
         """Return the `time.monotonic()` value by which checkpoints must be written; None without a signal."""
@@ -199,17 +218,18 @@ class EvaluationWatch:
 
     def __call__(self, index: int, idx: int) -> bool:
         """Return whether to stop before batch `idx` of loader `index`. Some calls are collective."""
-        received = self._preemption
-        if self._agreement is None:
-            if received.signal:
-                received.set_agreed([received.signal_and_remaining_ms()])
-            return received.agreed
-        if received.grace_s is None or idx >= self._loaders[index].num_full_rounds:
+        preemption = self._preemption
+        if self._agreement is None:  # one process agrees with itself
+            if preemption.signal:
+                preemption.set_agreed([preemption.signal_and_remaining_ms()])
+            return preemption.agreed
+        if preemption.grace_s is None or idx >= self._loaders[index].num_full_rounds:
             return False
         self._rounds += 1
         if self._agreement.due(self._rounds):
-            received.set_agreed(self._agreement.exchange(self._rounds, received.signal_and_remaining_ms()))
-        return received.agreed
+            signals = self._agreement.exchange(self._rounds, preemption.signal_and_remaining_ms())
+            preemption.set_agreed(signals)
+        return preemption.agreed
 
 
 def requeue_job() -> str:

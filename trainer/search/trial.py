@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
@@ -36,10 +36,18 @@ from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.search.state_snapshot import StateSnapshot
 
-# Outcomes of a trial on one rank.
-_FITS = "fits"
-_FULL = "full"  # out of memory
-_FAILED = "failed"
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Outcome of a trial on one rank, for the exchange with the other ranks.
+
+    Attributes:
+        kind: `"fits"`, `"out of memory"`, or `"failed"` for any other error.
+        reason: type and text of the error. Empty if the trial fits.
+    """
+
+    kind: Literal["fits", "out of memory", "failed"]
+    reason: str = ""
 
 
 class StageTrialSteps:
@@ -55,6 +63,15 @@ class StageTrialSteps:
         new_state: receives the training progress and returns a copy for a trial, as the Trainer's `state`.
         alone: run steps without the other ranks.
         remakes_loaders: create the run's loaders again after trials without errors.
+
+    Attributes:
+        _kind: kind of the loaders that the trials read.
+        _engine: engine of the trials. Before and after the context, the run's own.
+        _processes: the run's processes. The engine of a trial on a single rank has none.
+        _stack: restores everything that `__enter__` has changed.
+        _snapshot, _datamodule_attributes: state before the trials. `__enter__` takes them, and each trial ends by
+            restoring them. `_datamodule_attributes` is None without a data module.
+        _at_end: functions that `at_end` has received.
     """
 
     def __init__(
@@ -70,14 +87,13 @@ class StageTrialSteps:
         self._show = show
         self._new_state = new_state
         self._alone = alone
-        self._processes = run.engine.processes  # the engine of a single-rank trial has none
-        self._engine = run.engine  # within the context, the engine of the trials
-        self._remakes = remakes_loaders
+        self._processes = run.engine.processes
+        self._engine = run.engine
+        self._remakes_loaders = remakes_loaders
         stage = run.running_stage
         self._kind: Stage = "train" if stage is None or stage == "fit" else stage
-        self._stack = ExitStack()  # restores everything that `__enter__` has changed
+        self._stack = ExitStack()
         self._at_end: list[Callable[[], None]] = []
-        # Set by `__enter__`.
         self._snapshot = StateSnapshot()
         self._datamodule_attributes: dict[str, Any] | None = None
 
@@ -88,7 +104,7 @@ class StageTrialSteps:
                 "trial steps cannot run within a training step. Start them between two steps, for example in "
                 "on_train_step_end."
             )
-        if self._remakes and self._kind in run.data.sources.given:
+        if self._remakes_loaders and self._kind in run.data.sources.given:
             raise ConfigurationError(
                 f"the {self._kind} loader was passed to the Trainer as an object, so its batch size cannot change. "
                 f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, and create the loader "
@@ -111,7 +127,7 @@ class StageTrialSteps:
             return
         for action in self._at_end:
             action()
-        if self._remakes:
+        if self._remakes_loaders:
             self._renew_loaders()
 
     @staticmethod
@@ -142,8 +158,8 @@ class StageTrialSteps:
     def _renew_loaders(self) -> None:
         """Create the run's loaders again, at the same position in the data. Collective if creating a loader is."""
         run = self._run
-        state = self._run.state
-        made = self._run.data.made
+        state = run.state
+        made = run.data.made
         run.data.forget()
         run.loop.validation = None
         if made is not None and run.running_stage == "fit":
@@ -179,35 +195,45 @@ class StageTrialSteps:
         """Run some steps of the current stage and return the outcome; see `core.run.TrialSteps`."""
         clear_device_cache(garbage_collection=True)
         failure: Exception | None = None
-        size: int | None = None
-        status = _FITS
-        reason = ""
+        batch_size: int | None = None
         try:
             with ExitStack() as cleanup:
                 trial = self._begin(cleanup)
-                if self._kind == "train":
-                    size = trial.data.train().loader.batch_size
-                    work: Callable[[], Any] = partial(self._train, trial, _Probe(num_steps, trial, validates=True))
-                else:
-                    size = trial.data.evaluation(self._kind).loaders[0].batch_size
-                    work = partial(evaluation.evaluate, trial, self._kind, max_batches=num_steps)
+                batch_size = self._batch_size(trial)
                 with without_ranks(trial.task):
-                    work()
+                    self._run_steps(trial, num_steps)
+            outcome = _Outcome("fits")
         except Exception as error:  # noqa: BLE001  # raised below, after the exchange that the other ranks wait for
-            status = _FULL if is_out_of_memory(error) else _FAILED
             reason = f"{type(error).__name__}: {error}"
-            failure = None if status == _FULL else error
+            if is_out_of_memory(error):
+                outcome = _Outcome("out of memory", reason)
+            else:
+                outcome = _Outcome("failed", reason)
+                failure = error
         self._forget()
-        reports: list[tuple[str, str]] = self._processes.gather_object((status, reason))
+        outcomes: list[_Outcome] = self._processes.gather_object(outcome)
         if failure is not None:
             raise failure
-        for rank, (status_of_rank, text) in enumerate(reports):
-            if status_of_rank == _FAILED:
-                raise TrainwrightError(f"rank {rank} failed during trial steps: {text}")
-        for status_of_rank, text in reports:
-            if status_of_rank == _FULL:
-                return Trial(fits=False, batch_size=size, reason=text)
-        return Trial(fits=True, batch_size=size, reason="")
+        for rank, outcome_of_rank in enumerate(outcomes):
+            if outcome_of_rank.kind == "failed":
+                raise TrainwrightError(f"rank {rank} failed during trial steps: {outcome_of_rank.reason}")
+        for outcome_of_rank in outcomes:
+            if outcome_of_rank.kind == "out of memory":
+                return Trial(fits=False, batch_size=batch_size, reason=outcome_of_rank.reason)
+        return Trial(fits=True, batch_size=batch_size, reason="")
+
+    def _batch_size(self, trial: StageRun) -> int | None:
+        """Return the batch size of a trial's new loader, None if unknown."""
+        if self._kind == "train":
+            return trial.data.train().loader.batch_size
+        return trial.data.evaluation(self._kind).loaders[0].batch_size
+
+    def _run_steps(self, trial: StageRun, num_steps: int) -> None:
+        """Run training steps with validation, or the batches of another stage."""
+        if self._kind == "train":
+            self._train(trial, _Probe(num_steps, trial, validates=True))
+        else:
+            evaluation.evaluate(trial, self._kind, max_batches=num_steps)
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
         """Run training steps and read the loss of each; see `core.run.TrialSteps`."""

@@ -12,7 +12,8 @@ import torch
 from trainwright.core.errors import ConfigurationError
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.group import LoopGradients, StepGroups
+from trainwright.strategies.step_group import LoopGradients
+from trainwright.strategies.step_groups import StepGroups
 from trainwright.strategies.steps.gradients import Gradients
 
 

@@ -153,8 +153,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
     manifest = Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
     target = Path(into) / _last(remote.url)
     if os.path.lexists(target):
-        is_same = (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == data
-        if is_same and not verify(target):
+        if _is_valid_copy(target, data):
             return target
         raise CheckpointError(f"{target} exists and is not {remote.url}; it is not replaced. Choose another folder.")
     make_folder(target.parent)
@@ -183,9 +182,17 @@ def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any]
     digest = xxhash.xxh3_64(data or b"").hexdigest()
     folder = local_folder(root, url) / digest
     target = folder / _last(url)
-    if target.is_dir() and verify(target):
+    if target.is_dir():
+        if _is_valid_copy(target, data):
+            return target
         remove_folder(target)
     return download_checkpoint(url, folder, storage_options=storage_options)
+
+
+def _is_valid_copy(folder: Path, manifest: bytes | None) -> bool:
+    """Return whether a folder has this manifest and all files that it lists. Reads the files, to hash them."""
+    path = folder / MANIFEST
+    return path.is_file() and path.read_bytes() == manifest and not verify(folder)
 
 
 def fetch_newest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 Unit = Literal["steps", "batches", "epochs", "samples", "tokens", "seconds"]
 
+# Words for a unit, the unit, and the factor by which an amount in these words is multiplied.
 _SPELLINGS: tuple[tuple[str, Unit, float], ...] = (
     ("step steps", "steps", 1),
     ("batch batches", "batches", 1),
@@ -28,10 +30,13 @@ _SPELLINGS: tuple[tuple[str, Unit, float], ...] = (
 )
 _UNITS = {word: (unit, factor) for words, unit, factor in _SPELLINGS for word in words.split()}
 _PREFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+# A number, a prefix and a unit (`2.5M samples`, `1e3 steps`, `1_000 steps`), or a number with a unit of time directly
+# after it (`30s`). `10min` is the second form: in the first, a space stands before the unit.
 _TEXT = re.compile(
-    r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*|\s*([0-9.]+)\s*(s|min|h|d)\s*"
+    r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*"
+    r"|\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(s|min|h|d)\s*"
 )
-_CLOCK = re.compile(r"\s*(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})\s*")
+_CLOCK = re.compile(r"\s*(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})\s*")  # days:hours:minutes:seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +44,27 @@ class Duration:
     """Length of training with its unit.
 
     Write `Duration("500 steps")`, `Duration("0.25 epoch")`, `Duration("10 min")`, `Duration("2B tokens")`,
-    `Duration("00:12:00:00")` (days:hours:minutes:seconds), `Duration(500, "steps")` or pass a `timedelta`.
+    `Duration("00:12:00:00")` (days:hours:minutes:seconds), `Duration(500, "steps")` or pass a `timedelta`. The second
+    argument is used for a number only.
 
     Attributes:
         value: the number, ≥ 0, in `unit`. Every run has reached a length of 0.
         unit: `"steps"` (completed optimizer steps), `"batches"` (micro-batches of one data-parallel rank), `"epochs"`,
             `"samples"` or `"tokens"` (over all ranks), or `"seconds"` (wall-clock time in training).
+
+    Raises:
+        ConfigurationError: the length is negative or NaN, cannot be parsed, or has no unit or an unknown one.
     """
 
     value: float
     unit: Unit
 
     def __init__(self, value: float | int | str | datetime.timedelta | Duration, unit: str | None = None) -> None:
-        amount, name = _parse(value, unit)
-        if amount < 0 or amount != amount:
+        amount, parsed_unit = _parse(value, unit)
+        if amount < 0 or math.isnan(amount):
             raise ConfigurationError(f"Duration({value!r}): a length cannot be negative or NaN. Write 0 or more.")
-        object.__setattr__(self, "value", amount)
-        object.__setattr__(self, "unit", name)
+        object.__setattr__(self, "value", amount)  # the dataclass is frozen
+        object.__setattr__(self, "unit", parsed_unit)
 
     def __str__(self) -> str:
         number = int(self.value) if float(self.value).is_integer() else self.value
@@ -100,19 +109,22 @@ def _parse(value: float | int | str | datetime.timedelta | Duration, unit: str |
             f"{value!r} is not a length of training. Write a number and a unit, for example '500 steps', "
             "'0.25 epoch', '2M samples', '10 min'."
         )
+    # The groups of the form that does not match are None.
     number, prefix, word, short_number, short_word = match.groups()
     name, factor = _unit(word or short_word, value)
-    return float((number or short_number).replace("_", "")) * _PREFIXES.get(prefix, 1.0) * factor, name
+    amount = float((number or short_number).replace("_", ""))
+    return amount * _PREFIXES.get(prefix, 1.0) * factor, name
 
 
 def _unit(word: str, origin: str) -> tuple[Unit, float]:
-    found = _UNITS.get(word) or _UNITS.get(word.lower())
-    if found is None:
+    """Return the unit for a word, and the factor by which the amount is multiplied. `origin` is for the error."""
+    unit_and_factor = _UNITS.get(word) or _UNITS.get(word.lower())
+    if unit_and_factor is None:
         raise ConfigurationError(
             f"{origin!r}: unknown unit {word!r}.{nearest(word, _UNITS)} Units are steps, batches, epochs, samples, "
             "tokens, seconds (also s, min, h, d)."
         )
-    return found
+    return unit_and_factor
 
 
 def parse_time(value: Any, name: str) -> Duration:
@@ -135,24 +147,34 @@ class Interval:
     """Interval that becomes due at step boundaries.
 
     The interval is due at the end of each step in which the run reaches a multiple of `every`. If a step passes a
-    multiple, the next due time is still the next multiple, not one interval after the step.
+    multiple, the next due time is still the next multiple, not one interval after the step. For example, an interval of
+    100 samples with steps of 32 samples is due after 128, 224 and 320 samples.
 
     Args:
         every: length of the interval. None or a value of 0 disables it.
+
+    Attributes:
+        _span: the value of `every`, infinite if the interval is disabled.
+        _field: name of the field of TrainState that counts the unit.
+        _next: the due time: the next multiple of `_span`.
     """
 
     __slots__ = ("_field", "_next", "_span", "every")
 
     def __init__(self, every: Duration | None) -> None:
         self.every = every
-        self._span = every.value if every is not None and every.value > 0 else float("inf")
-        self._field = _FIELDS.get(every.unit, every.unit) if every is not None else "step"
+        self._span = math.inf
+        self._field = "step"
+        if every is not None:
+            self._field = _FIELDS.get(every.unit, every.unit)
+            if every.value > 0:
+                self._span = every.value
         self._next = self._span
 
     def align(self, state: TrainState) -> None:
         """Set the due time to the first multiple of `every` after `state`. Called when a run starts or resumes."""
         now = getattr(state, self._field)
-        self._next = self._span if self._span == float("inf") else (now // self._span + 1) * self._span
+        self._next = (now // self._span + 1) * self._span  # infinite for an infinite span: 5 // inf is 0
 
     @property
     def counts_steps(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-PREEMPTED = 143  # exit code: 128 + SIGTERM, whatever the signal
+PREEMPTED = 143  # exit code after a preemption: 128 + 15 (SIGTERM), also for other signals
 
 
 class TrainwrightError(Exception):
@@ -98,7 +98,7 @@ class MissingPackageError(TrainwrightError, ImportError):
 
 
 class TrainwrightWarning(UserWarning):
-    """Base class of the warnings of Trainwright; training continues."""
+    """Base class of the warnings of Trainwright. Training continues."""
 
 
 class CannotPadNestedTensorWarning(TrainwrightWarning):

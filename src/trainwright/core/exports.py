@@ -22,10 +22,13 @@ class ExportMixin(nn.Module):
     """
 
     example_input_array: Any = None
-    __jit_ignored_attributes__ = ("example_input_array",)  # read by torch.jit.script, which knows no type Any
+    # Read by torch.jit.script, which cannot compile attributes of the type Any.
+    __jit_ignored_attributes__ = ("example_input_array",)
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: object = None, **options: Any) -> Any:
         """Export `forward` in evaluation mode to ONNX. `options` are passed to `torch.onnx.export`.
+
+        Returns the result of `torch.onnx.export`: an `ONNXProgram`, or None with `dynamo=False`.
 
         Args:
             file_path: the file to write. Default: None, which only returns the program.
@@ -64,7 +67,8 @@ class ExportMixin(nn.Module):
         Args:
             file_path: the file to write. Default: None, which only returns the module.
             method: `"script"` compiles the code of `forward`, `"trace"` records one call of it. Default: `"script"`.
-            example_inputs: for `"trace"` only; has the forms and the default of `input_sample` in `to_onnx`.
+            example_inputs: arguments of `forward` for `"trace"`, in the forms of `input_sample` in `to_onnx`. Default:
+                None, which uses `example_input_array`.
             kwargs: passed to `torch.jit.script` or `torch.jit.trace`.
 
         Raises:
@@ -96,18 +100,26 @@ class ExportMixin(nn.Module):
                 f"{type(self).__name__}.{method} needs an example of forward's input: pass {argument}, or set "
                 "self.example_input_array."
             )
-        sample = move(sample, next((tensor.device for tensor in self.parameters()), torch.device("cpu")))
+        device = next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
+        sample = move(sample, device)
         if isinstance(sample, dict):
             return (), sample
-        return (sample if isinstance(sample, tuple) else (sample,)), {}
+        if isinstance(sample, tuple):
+            return sample, {}
+        return (sample,), {}
 
 
 def _script(module: nn.Module, **options: Any) -> Any:
     """Compile a task with torch.jit.script, with the properties of this package's base classes removed."""
     cls = type(module)
-    ours = [base for base in cls.__mro__ if base.__module__.startswith("trainwright.")]
-    names = [name for base in ours for name, value in vars(base).items() if isinstance(value, property)]
-    module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **dict.fromkeys(names)})
+    properties: list[str] = []
+    for base in cls.__mro__:
+        if base.__module__.startswith("trainwright."):
+            properties += [name for name, value in vars(base).items() if isinstance(value, property)]
+    # torch.jit.script compiles every property of the class, and fails for those of a task, such as `trainer`. Its own
+    # list of names to skip, `__jit_unused_properties__`, would be replaced by that of a user's class. Therefore give
+    # the module, while it is compiled, a sub-class in which the properties are None.
+    module.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__, **dict.fromkeys(properties)})
     try:
         return torch.jit.script(module, **options)
     finally:

@@ -1,17 +1,29 @@
-"""Hooks that a task may define, as methods that do nothing: names, order and arguments are Lightning 2.6's.
+"""Hooks that a task may define, as methods without effect. Names, order and arguments are those of Lightning 2.6.
 
-A group is the micro-batches of one optimizer step. The hooks of a `fit`, in order; callbacks run before the task:
+A group is the micro-batches of one optimizer step. The list shows the hooks of a `fit` in order, with the methods of
+`TaskModule` among them. `on_sanity_check_start` and `on_sanity_check_end` are hooks of callbacks only. For each other
+hook, callbacks are called before the task.
 
     configure_callbacks, prepare_data, setup, configure_model, configure_optimizers, on_fit_start,
     on_sanity_check_start { on_validation_* } on_sanity_check_end,
     on_train_start, then for each epoch
         on_train_epoch_start, then for each micro-batch
             on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer, on_train_batch_start,
-            training_step, on_before_zero_grad, optimizer_zero_grad, on_before_backward, backward, on_after_backward,
-            and at the end of a group on_before_optimizer_step, configure_gradient_clipping, optimizer_step,
-            lr_scheduler_step, then on_train_batch_end
-        validation when it is due, on_train_epoch_end, on_save_checkpoint when a checkpoint is due
+            training_step,
+            in the first micro-batch of a group: on_before_zero_grad, optimizer_zero_grad,
+            on_before_backward, backward, on_after_backward,
+            in the last micro-batch of a group: on_before_optimizer_step, configure_gradient_clipping, optimizer_step,
+            lr_scheduler_step,
+            on_train_batch_end
+        validation when it is due { on_validation_* }, on_train_epoch_end, on_save_checkpoint when a checkpoint is due
     on_train_end, on_fit_end, teardown
+
+The hooks of an evaluation, here with the names of a validation:
+
+    on_validation_model_eval, on_validation_start, on_validation_epoch_start, then for each batch
+        on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer, on_validation_batch_start,
+        validation_step, on_validation_batch_end
+    on_validation_epoch_end, on_validation_end, on_validation_model_train
 
 Hooks that are not overridden are never called.
 """
@@ -200,7 +212,7 @@ class TaskHooks(DataHooks):
         """
 
 
-# Names of older or wrong interfaces, and their replacements.
+# Name of a hook of an older Lightning, or of another library → the hook that replaces it. Used in error messages.
 RENAMED_HOOKS: dict[str, str] = {
     "on_epoch_start": "on_train_epoch_start",
     "on_epoch_begin": "on_train_epoch_start",
@@ -229,11 +241,12 @@ _STEP_END = (
     "it was removed from Lightning in 2.0, as it belonged to DataParallel. Move its body to the end of {step}; code "
     "that runs after the step belongs in {hook}(self, outputs, batch, batch_idx)."
 )
+# A kind of step as in `training_step`, and as in `on_train_epoch_end`.
 _KINDS = (("training", "train"), ("validation", "validation"), ("test", "test"), ("predict", "predict"))
-# Hooks without a successor of the same meaning, and their replacements.
+# Name of a hook without a successor of the same meaning → advice for the error message.
 REMOVED_HOOKS: dict[str, str] = {
-    **{f"{one}_epoch_end": _EPOCH_END.format(step=f"{one}_step", hook=f"on_{on}_epoch_end") for one, on in _KINDS},
-    **{f"{one}_step_end": _STEP_END.format(step=f"{one}_step", hook=f"on_{on}_batch_end") for one, on in _KINDS},
+    **{f"{step}_epoch_end": _EPOCH_END.format(step=f"{step}_step", hook=f"on_{on}_epoch_end") for step, on in _KINDS},
+    **{f"{step}_step_end": _STEP_END.format(step=f"{step}_step", hook=f"on_{on}_batch_end") for step, on in _KINDS},
     "tbptt_split_batch": "truncated backpropagation is written in training_step, in manual optimization.",
     "get_progress_bar_dict": "log(..., prog_bar=True) shows a value in the progress bar.",
 }

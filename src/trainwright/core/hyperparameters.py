@@ -26,9 +26,20 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 # Keys of a checkpoint's trainer part.
 HYPER_PARAMETERS = "hyper_parameters"
 DATAMODULE_HYPER_PARAMETERS = "datamodule_hyper_parameters"
-HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that held the entries
-HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # positions of replaced values, see `to_plain_data`
-HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # arguments that load_from_checkpoint requires: descriptions
+# Name of the `__init__` argument whose entries are the hyper-parameters, as after `save_hyperparameters(config)`.
+# Missing if the hyper-parameters are the arguments themselves.
+HYPER_PARAMETERS_NAME = "hyper_parameters_name"
+HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # places of enumerations and OmegaConf, see `to_plain_data`
+# Dict of the omitted hyper-parameters that load_from_checkpoint requires: name → description for the error message.
+HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"
+
+_CONFIG = "omegaconf:OmegaConf"  # class in the places of `to_plain_data` for containers of OmegaConf
+_NUMPY_KINDS = "biufcmMU"  # `dtype.kind` of NumPy's scalars: bool, numbers, time differences, dates and text
+_NESTS = (dict, OrderedDict, list, tuple)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(Path()), torch.dtype, torch.device),
+    *(datetime.timedelta, datetime.date),
+)
 
 
 class Hyperparameters(dict[str, Any]):
@@ -43,7 +54,7 @@ class Hyperparameters(dict[str, Any]):
     def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
-    # A container of OmegaConf is compared only with plain dicts.
+    # A container of OmegaConf equals a plain dict with the same entries, but not an instance of a sub-class of dict.
     def __eq__(self, other: object) -> bool:
         return dict(self) == other
 
@@ -60,21 +71,23 @@ class HyperparametersMixin:
     CHECKPOINT_HYPER_PARAMS_KEY = HYPER_PARAMETERS
     CHECKPOINT_HYPER_PARAMS_NAME = HYPER_PARAMETERS_NAME
 
+    # Set on the instance by `save_hyperparameters`, which may run before nn.Module.__init__. All are therefore written
+    # with object.__setattr__, and read with `vars(self).get`, because they are missing until then.
     _hparams: Hyperparameters
-    _hparams_initial: Hyperparameters
-    _hparams_log: bool = True
-    _hparams_name: str | None  # the argument that held the entries
-    _hparams_left_out: dict[str, str]  # descriptions by name, of which the user was warned
-    _hparams_given: set[str]  # names whose saved value is not a default of `__init__`
+    _hparams_initial: Hyperparameters  # copy of `_hparams` at the last call
+    _hparams_log: bool = True  # the argument `logger` of the last call
+    _hparams_name: str | None  # see HYPER_PARAMETERS_NAME; None if the last call received no mapping
+    _hparams_not_default: set[str]  # names whose saved value is not the default of `__init__`, of all calls
+    _hparams_left_out: dict[str, str]  # descriptions by name of the last `_warn_of`
 
     @property
     def hparams(self) -> Hyperparameters:
         """The saved hyper-parameters. Empty before `save_hyperparameters`. Checkpoints contain the current values."""
-        found: Hyperparameters | None = vars(self).get("_hparams")
-        if found is None:
-            found = Hyperparameters()
-            object.__setattr__(self, "_hparams", found)  # also before nn.Module.__init__ has run
-        return found
+        hparams: Hyperparameters | None = vars(self).get("_hparams")
+        if hparams is None:
+            hparams = Hyperparameters()
+            object.__setattr__(self, "_hparams", hparams)
+        return hparams
 
     @property
     def hparams_initial(self) -> Hyperparameters:
@@ -88,6 +101,9 @@ class HyperparametersMixin:
 
         Args:
             values: the values to save. Default: None, which is `hparams`.
+
+        Raises:
+            ConfigurationError: a value contains itself.
         """
         kept, left_out = kept_and_left_out(self.hparams if values is None else values)
         self._warn_of(left_out, f"{type(self).__name__}.hparams", "; the checkpoint is written without it.")
@@ -98,9 +114,9 @@ class HyperparametersMixin:
             entries[HYPER_PARAMETERS_NAME] = name
         if places:
             entries[HYPER_PARAMETERS_ENUMS] = places
-        # load_from_checkpoint can omit the others, because `__init__` has the same value as default.
-        given = vars(self).get("_hparams_given") or ()
-        required = {key: reason for key, reason in left_out.items() if key in given}
+        # Other omitted values are the defaults of `__init__`, which load_from_checkpoint uses again.
+        not_default = vars(self).get("_hparams_not_default") or ()
+        required = {key: reason for key, reason in left_out.items() if key in not_default}
         if required:
             entries[HYPER_PARAMETERS_LEFT_OUT] = required
         return entries
@@ -120,7 +136,8 @@ class HyperparametersMixin:
         """Remove these names from `hparams` and `hparams_initial`, and thus from checkpoints and loggers."""
         for name in ignore_list:
             self.hparams.pop(name, None)
-            (vars(self).get("_hparams_initial") or {}).pop(name, None)
+            initial: dict[str, Any] = vars(self).get("_hparams_initial") or {}
+            initial.pop(name, None)
 
     def save_hyperparameters(
         self,
@@ -149,42 +166,30 @@ class HyperparametersMixin:
         unless they are defaults of `__init__`.
 
         Raises:
-            ConfigurationError: a name in `args` is not an argument of `__init__`.
+            ConfigurationError: a name in `args` is not an argument of `__init__`, `args` has another type, or a value
+                contains itself.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         arguments = _init_arguments(self, frame or sys._getframe(1))
         name_of_mapping = None
-        # Of a mapping, every entry counts as different from the defaults, because `__init__` has none for entries.
+        # Entries of a mapping have no defaults in `__init__`, so that all of them count as different from the defaults.
         defaults: dict[str, Any] = {}
         if len(args) == 1 and isinstance(args[0], (Mapping, argparse.Namespace)):
             mapping = args[0]
             name_of_mapping = next((name for name, value in arguments.items() if value is mapping), None)
-            found = dict(mapping if isinstance(mapping, Mapping) else vars(mapping))
+            values = dict(mapping if isinstance(mapping, Mapping) else vars(mapping))
         else:
-            found = arguments
+            self._check_names(args, arguments)
+            values = {name: arguments[name] for name in args} if args else arguments
             defaults = _defaults(type(self))
-            strange = [type(name).__name__ for name in args if not isinstance(name, str)]
-            if strange:
-                raise ConfigurationError(
-                    f"save_hyperparameters received a {strange[0]}. Pass names of arguments of __init__, or one "
-                    "mapping or argparse.Namespace."
-                )
-            unknown = [name for name in args if name not in found]
-            if unknown:
-                raise ConfigurationError(
-                    f"save_hyperparameters({', '.join(map(repr, args))}): {type(self).__name__}.__init__ has no "
-                    f"argument {unknown[0]!r}; it has: {', '.join(found) or 'none'}."
-                )
-            if args:
-                found = {name: found[name] for name in args}
-        found = {name: value for name, value in found.items() if name not in ignored}
+        values = {name: value for name, value in values.items() if name not in ignored}
         self.remove_ignored_hparams(ignored)
-        self.hparams.update(found)
-        given: set[str] = set(vars(self).get("_hparams_given") or ())
-        for name, value in found.items():
+        self.hparams.update(values)
+        not_default: set[str] = set(vars(self).get("_hparams_not_default") or ())
+        for name, value in values.items():
             # Compare identity: `==` of an array or a tensor is not a bool.
             if name not in defaults or value is not defaults[name]:
-                given.add(name)
+                not_default.add(name)
         _, left_out = kept_and_left_out(self.hparams)
         self._warn_of(
             left_out,
@@ -192,39 +197,54 @@ class HyperparametersMixin:
             ". self.hparams holds it, checkpoints and loggers do not; pass it to load_from_checkpoint. To suppress "
             f"this warning: ignore={list(left_out)!r}.",
         )
-        # object.__setattr__, because nn.Module's needs nn.Module.__init__, which may not have run yet.
-        object.__setattr__(self, "_hparams_given", given)
+        object.__setattr__(self, "_hparams_not_default", not_default)
         object.__setattr__(self, "_hparams_name", name_of_mapping)
         object.__setattr__(self, "_hparams_initial", copy_hparams(self.hparams))
         object.__setattr__(self, "_hparams_log", logger)
 
+    def _check_names(self, names: Sequence[Any], arguments: Collection[str]) -> None:
+        """Raise a ConfigurationError if one of `names` is not the name of an argument."""
+        others = [type(name).__name__ for name in names if not isinstance(name, str)]
+        if others:
+            raise ConfigurationError(
+                f"save_hyperparameters received a {others[0]}. Pass names of arguments of __init__, or one "
+                "mapping or argparse.Namespace."
+            )
+        missing = [name for name in names if name not in arguments]
+        if missing:
+            raise ConfigurationError(
+                f"save_hyperparameters({', '.join(map(repr, names))}): {type(self).__name__}.__init__ has no "
+                f"argument {missing[0]!r}; it has: {', '.join(arguments) or 'none'}."
+            )
+
 
 def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """Collect the arguments of all `__init__` of `obj` on the stack. For equal names, the sub-class has precedence."""
-    found: dict[str, Any] = {}
+    """Collect the arguments of all `__init__` of `obj` on the stack. For equal names, the sub-class has precedence.
+
+    An argument that `__init__` has assigned again has its new value. `*args` are omitted.
+    """
+    collected: dict[str, Any] = {}
+    # From the base class that calls `save_hyperparameters` outward to the sub-class, whose values therefore replace
+    # those of the base class.
     while frame is not None and frame.f_code.co_name in ("__init__", "__post_init__"):
-        values = inspect.getargvalues(frame)
-        if not values.args or values.locals.get(values.args[0]) is not obj:
+        names, _, name_of_kwargs, local_values = inspect.getargvalues(frame)
+        is_method_of_obj = bool(names) and local_values.get(names[0]) is obj
+        if not is_method_of_obj:
             break
-        if frame.f_code.co_name == "__post_init__":  # called by the `__init__` of a dataclass, which has the arguments
-            frame = frame.f_back
-            continue
-        arguments = {name: values.locals[name] for name in values.args[1:] if name in values.locals}
-        code = frame.f_code
-        keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-        arguments |= {name: values.locals[name] for name in keyword_only if name in values.locals}
-        if values.keywords:
-            arguments |= values.locals.get(values.keywords, {})
-        found |= arguments
+        # `__post_init__` is called by the `__init__` of a dataclass, which has the arguments.
+        if frame.f_code.co_name == "__init__":
+            # `names` includes keyword-only arguments. A name is missing in the values after `del name`.
+            collected |= {name: local_values[name] for name in names[1:] if name in local_values}
+            if name_of_kwargs:
+                collected |= local_values.get(name_of_kwargs, {})
         frame = frame.f_back
-    found.pop("__class__", None)
     if not dataclasses.is_dataclass(obj):
-        return found
+        return collected
     for field in dataclasses.fields(obj):
         # If the default factory made the value, the argument is the dataclass's placeholder: read the attribute.
-        if field.name in found and field.default_factory is not dataclasses.MISSING:
-            found[field.name] = getattr(obj, field.name)
-    return found
+        if field.name in collected and field.default_factory is not dataclasses.MISSING:
+            collected[field.name] = getattr(obj, field.name)
+    return collected
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -232,12 +252,12 @@ def _defaults(cls: type) -> dict[str, Any]:
 
     Arguments without a default have the marker `inspect.Parameter.empty`, which is not the value of any argument.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if "__init__" in vars(base):
             parameters = inspect.signature(vars(base)["__init__"]).parameters
-            found |= {name: parameter.default for name, parameter in parameters.items()}
-    return found
+            defaults |= {name: parameter.default for name, parameter in parameters.items()}
+    return defaults
 
 
 def differ(value: object, other: object) -> bool:
@@ -263,7 +283,11 @@ def copy_hparams(values: Mapping[str, Any]) -> Hyperparameters:
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the hyper-parameters that a checkpoint can contain, and by name a description of each of the others."""
+    """Return the hyper-parameters that a checkpoint can contain, and by name a description of each of the others.
+
+    Raises:
+        ConfigurationError: a value contains itself, or is nested more deeply than Python's recursion limit.
+    """
     reasons = {}
     for name, value in values.items():
         try:
@@ -285,7 +309,8 @@ def to_plain_data(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, lis
 
     Returns:
         The tree with replaced values, and the places of the replaced values for `from_plain_data`. A place is
-        `[[key, index, …], "module:class"]`: path in the tree and class, JSON-compatible.
+        `[[key, index, …], "module:class"]`: path in the tree and class, JSON-compatible. For example,
+        `{"stages": [Color.RED]}` results in `{"stages": ["RED"]}` and `[[["stages", 0], "my_module:Color"]]`.
     """
     data = config_as_data(tree)
     if data is not None:
@@ -295,11 +320,11 @@ def to_plain_data(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, lis
         return tree.name, [[list(path), f"{type(tree).__module__}:{type(tree).__qualname__}"]]
     if type(tree) not in _NESTS:
         return tree, []
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    parts: dict[str | int, Any] = {}
+    parts: dict[str | int, Any] = {}  # by key, or by index for a list or tuple
     places = []
-    for key, item in items:
-        parts[key], inner_places = to_plain_data(item, (*path, key))
+    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        plain, inner_places = to_plain_data(item, (*path, key))
+        parts[key] = plain
         places += inner_places
     return type(tree)(parts if isinstance(tree, dict) else parts.values()), places
 
@@ -311,8 +336,8 @@ def from_plain_data(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, st
         The hyper-parameters, and by name a description of each that is omitted because it cannot be restored.
     """
     lost: dict[str, str] = {}
-    for path, class_path in places:
-        plain = reduce(operator.getitem, path, tree)
+    for path, class_path in places:  # the first key of a path is the hyper-parameter's name
+        plain = reduce(operator.getitem, path, tree)  # tree[path[0]][path[1]]…
         if class_path == _CONFIG:
             omegaconf: Any = sys.modules.get("omegaconf")
             if "${" in repr(plain):
@@ -350,34 +375,37 @@ def _with_value(tree: Any, path: Sequence[Any], value: object) -> Any:
 
 def _find_member(class_path: str, name: str) -> enum.Enum | None:
     """Return a member of an enumeration that is already imported, or None. `class_path` is `"module:class"`."""
-    module, _, qualified = class_path.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
-    if not isinstance(found, type) or not issubclass(found, enum.Enum):
+    module_name, _, qualified_name = class_path.partition(":")
+    owner: Any = sys.modules.get(module_name)
+    for part in qualified_name.split("."):
+        # Read `vars` instead of `getattr`, which may call a module's `__getattr__` and thus import something.
+        owner = vars(owner).get(part) if isinstance(owner, (types.ModuleType, type)) else None
+    if not isinstance(owner, type) or not issubclass(owner, enum.Enum):
         return None
-    return found.__members__.get(name)
+    return owner.__members__.get(name)
 
 
 def _reason(value: Any, path: str) -> str | None:
     """Return why a checkpoint cannot contain a value, for example `"model is a Linear"`. None if it can."""
     kind = type(value)
-    # Exact types: a checkpoint restores no others. NumPy's own numbers and texts are Python's with a name.
-    if value is None or kind in _PLAIN or (isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS):
+    # Compare exact types, because a checkpoint would restore an instance of a sub-class as one of the base class.
+    is_numpy_scalar = isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS
+    if value is None or kind in _PLAIN or is_numpy_scalar:
         return None
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum):  # a combination of flags, as `re.I | re.M`, is not a member
         return None if value.name in kind.__members__ else f"{path} is a combination of members of {kind.__name__}"
     if kind in (set, frozenset):
-        odd = next((item for item in value if type(item) not in _PLAIN), None)
-        return None if odd is None else f"{path} holds a {type(odd).__name__}"
+        for item in value:
+            if item is not None and type(item) not in _PLAIN:
+                return f"{path} holds a {type(item).__name__}"
+        return None
     if kind in (list, tuple):
         reasons = (_reason(item, f"{path}[{index}]") for index, item in enumerate(value))
         return next((reason for reason in reasons if reason is not None), None)
     if kind in (dict, OrderedDict):
-        odd = next((key for key in value if type(key) is not str), None)
-        if odd is not None:
-            return f"{path} has the key {odd!r}, and keys must be text"
         for key, item in value.items():
+            if key is not None and type(key) is not str:
+                return f"{path} has the key {key!r}, and keys must be text"
             reason = _reason(item, f"{path}.{key}")
             if reason is not None:
                 return reason
@@ -389,15 +417,6 @@ def _reason(value: Any, path: str) -> str | None:
     if data is not None:
         return _reason(data, path)
     return f"{path} is a {kind.__name__}{_conversion_hint(value)}"
-
-
-_CONFIG = "omegaconf:OmegaConf"  # class in the places of `to_plain_data` for containers of OmegaConf
-_NUMPY_KINDS = "biufcmMU"  # numbers, dates and text
-_NESTS = (dict, OrderedDict, list, tuple)
-_PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(Path()), torch.dtype, torch.device),
-    *(datetime.timedelta, datetime.date),
-)
 
 
 def _conversion_hint(value: object) -> str:

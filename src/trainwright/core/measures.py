@@ -29,7 +29,8 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         gradients.
 
     Raises:
-        ConfigurationError: p is not above 0.
+        ConfigurationError: p is not above 0, or parameters are on the `meta` device, as those of other stages of a
+            pipeline.
     """
     order = float(norm_type)
     if not order > 0:
@@ -42,11 +43,13 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     norms: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            norm: Any = torch.linalg.vector_norm(parameter.grad.detach(), order)
+            norm: Any = torch.linalg.vector_norm(parameter.grad.detach(), order)  # of a DTensor, it is a DTensor
             norms[f"grad_{order}_norm{group_separator}{name}"] = norm.full_tensor() if is_sharded(norm) else norm
     if norms:
-        first = next(iter(norms.values())).device
-        stacked = torch.stack([norm.to(first) for norm in norms.values()])
+        # A model may be on several devices.
+        first_device = next(iter(norms.values())).device
+        stacked = torch.stack([norm.to(first_device) for norm in norms.values()])
+        # The norm of the parameters' norms is the norm of all elements, for every p.
         total = stacked.max() if math.isinf(order) else torch.linalg.vector_norm(stacked, order)
         norms[f"grad_{order}_norm_total"] = total
     return norms
@@ -62,7 +65,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         for part, training in modes:
-            part.training = training  # not `train(training)`: that would reach into the children
+            part.training = training  # not `train(training)`, which also sets the mode of all children
 
 
 def measure_flops(

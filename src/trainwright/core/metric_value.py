@@ -57,6 +57,7 @@ def _tensor(value: float) -> torch.Tensor:
 
 
 def _plain(tree: Any, make: Callable[[float], Any]) -> Any:
+    """Return nested arguments with `make` applied to every `MetricValue`."""
     if isinstance(tree, MetricValue):
         return make(tree)
     if type(tree) in (list, tuple):

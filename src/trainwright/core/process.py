@@ -19,17 +19,35 @@ from typing import Literal
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unknown
 
 LauncherName = Literal["auto", "torchrun", "slurm", "mpi", "none"]
-STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"
-JOB = "TRAINWRIGHT_JOB"  # name of a job of Ray or of machines that may leave; the same in all attempts
-ALL_PROCESSES = "TRAINWRIGHT_ALL_PROCESSES"  # processes of a job of machines that may leave, while none has left
-RESULT_FILE = "TRAINWRIGHT_RESULT_FILE"
+
+# Environment variables that this package sets for processes that it starts.
+STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"  # set in ranks that a Trainer has started; differs for each start
+# Name of a job, the same in all attempts. Set by Ray's launcher and by `trainwright launch --min_nodes`.
+JOB = "TRAINWRIGHT_JOB"
+# Set by `trainwright launch --min_nodes`: number of processes of all machines. Fewer run after a machine has left.
+ALL_PROCESSES = "TRAINWRIGHT_ALL_PROCESSES"
+RESULT_FILE = "TRAINWRIGHT_RESULT_FILE"  # set by Ray's launcher: the file into which rank 0 writes its result
+
 RAY = "ray"
 _LAUNCHERS: tuple[LauncherName, ...] = ("auto", "torchrun", "slurm", "mpi", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Rank of this process among all processes of a run, and the address of rank 0."""
+    """Rank of this process among all processes of a run, and the address of rank 0.
+
+    Attributes:
+        launcher: the detected launcher. `"none"` for one process, also if Slurm's variables are ignored.
+        rank: rank among all processes.
+        world_size: number of all processes.
+        local_rank: rank among the processes of this node.
+        local_world_size: number of processes on this node.
+        node_rank: rank of this node among the nodes.
+        num_nodes: number of nodes.
+        master_addr: host of rank 0. None if the launcher does not set it.
+        master_port: port of rank 0. None if the launcher does not set it.
+        evidence: the variables that were read, as `"RANK=0"`, or the reason why Slurm's variables are ignored.
+    """
 
     launcher: LauncherName
     rank: int = 0
@@ -38,9 +56,9 @@ class Topology:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    master_addr: str | None = None  # where rank 0 listens; None when the launcher did not say
+    master_addr: str | None = None
     master_port: int | None = None
-    evidence: tuple[str, ...] = ()  # the variables that this was read from, or why another launcher was passed over
+    evidence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size or self.local_rank < 0:
@@ -71,30 +89,37 @@ def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> 
         raise unknown("launcher", launcher, (*_LAUNCHERS, RAY))
     if launcher == "none":
         return Topology("none", evidence=("launcher='none'",))
-    note = _slurm_not_used(env) if launcher == "auto" else ""
-    for name in _LAUNCHERS[1:-1]:
-        found = _read(name, env) if launcher in ("auto", name) and not (name == "slurm" and note) else None
-        if found is not None:
-            return found
     if launcher != "auto":
-        raise ConfigurationError(
-            f"launcher={launcher!r}, but its variables are not set ({_WANTED[launcher]}). "
-            "Start the script with that launcher or leave launcher='auto'."
-        )
-    return Topology("none", evidence=(note,) if note else ())
+        topology = _read(launcher, env)
+        if topology is None:
+            raise ConfigurationError(
+                f"launcher={launcher!r}, but its variables are not set ({_REQUIRED[launcher]}). "
+                "Start the script with that launcher or leave launcher='auto'."
+            )
+        return topology
+    reason_against_slurm = _slurm_not_used(env)
+    # torchrun comes first: in a job of Slurm, srun starts torchrun on each node, and torchrun starts the ranks.
+    for name in ("torchrun", "slurm", "mpi"):
+        if name == "slurm" and reason_against_slurm:
+            continue
+        topology = _read(name, env)
+        if topology is not None:
+            return topology
+    return Topology("none", evidence=(reason_against_slurm,) if reason_against_slurm else ())
 
 
-_WANTED = {
+# The variables that a launcher must set, for error messages.
+_REQUIRED = {
     "torchrun": "RANK, WORLD_SIZE, LOCAL_RANK",
     "slurm": "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID",
     "mpi": "OMPI_COMM_WORLD_RANK or PMI_RANK, with _SIZE",
 }
 
 
-# Variables of the rank, the world size, the local rank and the local world size.
-_VARIABLES: dict[LauncherName, tuple[tuple[str, ...], ...]] = {
+# Variables of the rank, the world size, the local rank and the local world size. The first two are required.
+_VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "torchrun": (("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),),
-    "mpi": (
+    "mpi": (  # Open MPI, MVAPICH2, and MPICH or Intel MPI
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -102,7 +127,7 @@ _VARIABLES: dict[LauncherName, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def _read(launcher: LauncherName, env: Mapping[str, str]) -> Topology | None:
+def _read(launcher: str, env: Mapping[str, str]) -> Topology | None:
     """Return the topology from a launcher's variables. None if the rank or the world size is not set."""
     if launcher == "slurm":
         return _from_slurm(env)
@@ -113,18 +138,20 @@ def _read(launcher: LauncherName, env: Mapping[str, str]) -> Topology | None:
         rank = _integer(env, rank_name)
         world = _integer(env, world_name)
         local_world = _integer(env, local_world_name, world)
-        node_rank = rank // max(local_world, 1)
+        # Variables that are not set are computed for nodes with equal numbers of processes and consecutive ranks.
+        per_node = max(local_world, 1)
+        node_rank = rank // per_node
         if launcher == "torchrun":
             names = (*names, "GROUP_RANK")
             node_rank = _integer(env, "GROUP_RANK", _integer(env, "NODE_RANK", node_rank))
         return Topology(
-            launcher,
+            "torchrun" if launcher == "torchrun" else "mpi",
             rank=rank,
             world_size=world,
-            local_rank=_integer(env, local_rank_name, rank % max(local_world, 1)),
+            local_rank=_integer(env, local_rank_name, rank % per_node),
             local_world_size=local_world,
             node_rank=node_rank,
-            num_nodes=max(world // max(local_world, 1), 1),
+            num_nodes=max(world // per_node, 1),
             master_addr=env.get("MASTER_ADDR"),
             master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
             evidence=tuple(f"{each}={env[each]}" for each in names if each in env),
@@ -133,6 +160,10 @@ def _read(launcher: LauncherName, env: Mapping[str, str]) -> Topology | None:
 
 
 def _from_slurm(env: Mapping[str, str]) -> Topology | None:
+    """Return the topology from Slurm's variables. None if the rank or the world size is not set.
+
+    Variables of the step, that is of one call of srun, have precedence over those of the whole job (allocation).
+    """
     if "SLURM_PROCID" not in env or ("SLURM_NTASKS" not in env and "SLURM_STEP_NUM_TASKS" not in env):
         return None
     world = _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1))
@@ -168,18 +199,21 @@ def _slurm_not_used(env: Mapping[str, str]) -> str:
     return ""
 
 
-def check_address(found: Topology) -> None:
-    """Raise a ConfigurationError if a rank does not know the address of rank 0, for which it would wait forever."""
-    alone = found.num_nodes == 1 if found.launcher == "mpi" else found.world_size == 1
-    if found.master_addr is None and not alone:
+def check_address(topology: Topology) -> None:
+    """Raise a ConfigurationError if the address of rank 0 is required but not set. Ranks would wait for it forever."""
+    needs_address = topology.world_size > 1
+    if topology.launcher == "mpi":
+        needs_address = topology.num_nodes > 1  # on one node, 127.0.0.1 is used; mpirun sets no address
+    if needs_address and topology.master_addr is None:
         raise ConfigurationError(
-            f"the variable MASTER_ADDR is not set, so that rank {found.rank} of {found.world_size} does not know the "
-            "address of rank 0. Set it to rank 0's host, and MASTER_PORT to a free port there, on every rank; or pass "
-            f"launcher='none' for a run of one process. Found: {', '.join(found.evidence)}."
+            f"the variable MASTER_ADDR is not set, so that rank {topology.rank} of {topology.world_size} does not know "
+            "the address of rank 0. Set it to rank 0's host, and MASTER_PORT to a free port there, on every rank; or "
+            f"pass launcher='none' for a run of one process. Found: {', '.join(topology.evidence)}."
         )
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable as an integer. If it is not set, return `default`, or raise an error if this is None."""
     text = env.get(name)
     if text is None:
         if default is None:
@@ -218,17 +252,23 @@ def describe(topology: Topology) -> str:
 class Job:
     """Job of this process according to the environment variables of its launcher."""
 
-    name: str | None  # the same in every attempt at the job; None when the launcher gives none that is its own
-    attempt: int  # how often the launcher has started it again: 0 the first time
+    name: str | None  # the same in every attempt of the job, and unique; None if the launcher sets no unique name
+    attempt: int  # number of restarts by the launcher; 0 in the first attempt
 
 
 def job(environ: Mapping[str, str] | None = None) -> Job:
     """Return the job of this process. The attempt counts restarts by torchrun and requeues by Slurm."""
     env = os.environ if environ is None else environ
-    if JOB in env:  # torch does not count restarts after a machine has joined
-        return Job(env[JOB], max(_integer(env, "TORCHELASTIC_RESTART_COUNT"), int(ALL_PROCESSES in env)))
+    if JOB in env:
+        attempt = _integer(env, "TORCHELASTIC_RESTART_COUNT")
+        if ALL_PROCESSES in env:
+            # torchrun does not count a restart because a machine has joined. A new machine even counts from 0.
+            # Treat every attempt as a restart.
+            attempt = max(attempt, 1)
+        return Job(env[JOB], attempt)
     if "TORCHELASTIC_RESTART_COUNT" in env and STARTED_BY_TRAINER not in env:
-        return Job(None, _integer(env, "TORCHELASTIC_RESTART_COUNT"))  # its run id is "none" by default
+        # torchrun's run id is "none" by default, so that it does not identify a job.
+        return Job(None, _integer(env, "TORCHELASTIC_RESTART_COUNT"))
     number = slurm_job(env)
     if number is not None:
         return Job(f"slurm-{number}", _integer(env, "SLURM_RESTART_COUNT", 0))
@@ -260,7 +300,9 @@ def has_widgets() -> bool:
 def is_interactive() -> bool:
     """Return whether this process is interactive: a notebook, IPython, or Python's own prompt (also `python -i`)."""
     ipython = sys.modules.get("IPython")
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or (ipython and ipython.get_ipython()) is not None
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return True
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 def variable(name: str, default: str | None = None) -> str | None:
@@ -285,11 +327,14 @@ def on_terminal() -> bool:
 
 
 def try_output(output: Callable[..., object], *args: object, **options: object) -> bool:
-    """Call `output`, which writes to standard output. Warn and return False if the write fails."""
+    """Call `output`, which writes to standard output, and return True. Warn and return False if the write fails."""
     try:
         output(*args, **options)
     except (OSError, ValueError, AttributeError) as error:
-        if not isinstance(error, OSError) and not getattr(sys.stdout, "closed", True):
+        # A closed file raises a ValueError, and a missing one (`sys.stdout` is None) an AttributeError. With a usable
+        # output, these are errors of `output` itself.
+        is_output_closed = getattr(sys.stdout, "closed", True)
+        if not isinstance(error, OSError) and not is_output_closed:
             raise
         warnings.warn(
             f"Standard output cannot be written ({error}): progress is not shown.", TrainwrightWarning, stacklevel=2

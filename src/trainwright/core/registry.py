@@ -1,7 +1,7 @@
 """Registries of short names for objects that are imported on first use.
 
 A registry maps a short name, such as `"ddp"` or `"csv"`, to a class or to a text `"module:attribute"`, which is
-imported at the first look-up. To add a strategy, a logger or a callback, add one line.
+imported at the first look-up.
 """
 
 from __future__ import annotations

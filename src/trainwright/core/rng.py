@@ -20,12 +20,15 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     """Seed Python's, NumPy's and torch's generators (all devices) and return the seed.
 
     Args:
-        seed: 0 ≤ seed < 2³². Default: 0.
+        seed: 0 ≤ seed < 2³². Default: None, which is 0.
         workers: Accepted without effect: loader workers are always seeded from torch's generator.
             Default: True.
         verbose: Accepted without effect: nothing is printed. Default: False.
 
     Call this function on every rank with the same seed, so that models are initialized equally.
+
+    Raises:
+        ConfigurationError: the seed is outside of this range.
     """
     del workers, verbose
     seed = 0 if seed is None else int(seed)
@@ -34,7 +37,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    if hasattr(torch, "xla"):  # registered by torch_xla's strategy; torch seeds its own devices only
+    if hasattr(torch, "xla"):  # an XLALibrary has registered it; torch.manual_seed seeds only torch's own devices
         torch.xla.manual_seed_all(seed)
     return seed
 
@@ -57,6 +60,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
     """Restore the result of `rng_state`. The generator of `device` is restored if `state` contains its state."""
+    # A checkpoint restores the inner tuple as a list, which `random.setstate` refuses.
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -66,12 +70,15 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 def begin_alike() -> Callable[[], None]:
-    """Return a picklable function. A call in another process sets its generators on the CPU to this process's state."""
+    """Return a picklable function, which another process calls to have the same generators as this process.
+
+    Generators on the CPU are set to this process's state. Those of accelerators are seeded with torch's initial seed.
+    """
     return partial(_begin_with, torch.initial_seed(), rng_state())
 
 
 def _begin_with(seed: int, state: dict[str, Any]) -> None:
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # also of accelerators
     set_rng_state(state)
 
 

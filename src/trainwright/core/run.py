@@ -76,9 +76,9 @@ class SaveRequest:
 class Trial:
     """Result of `TrialSteps.try_out`, combined over all ranks."""
 
-    fits: bool  # memory was enough on every rank
-    batch_size: int | None  # samples that this rank's loader puts into a batch; None when it does not tell
-    reason: str  # what the first rank that ran out of memory said; empty when `fits`
+    fits: bool  # True if no rank ran out of memory
+    batch_size: int | None  # batch size of this rank's loader; None if unknown, or if creating the loader failed
+    reason: str  # the out-of-memory error of the lowest failing rank, as text; empty if `fits`
 
 
 class TrialSteps(Protocol):
@@ -121,16 +121,16 @@ class Run(Protocol):
 
     # Progress
     state: TrainState
-    stage: Stage | None
+    stage: Stage | None  # None if no stage is running
     sanity_checking: bool
-    should_stop: bool
-    interrupted: bool
-    training: bool
-    validating: bool
+    should_stop: bool  # set it to True to end `fit` after the current step; see also `request_stop`
+    interrupted: bool  # Ctrl-C ended the last stage
+    training: bool  # training steps run; False during evaluations
+    validating: bool  # False during the sanity check
     testing: bool
     predicting: bool
     is_last_batch: bool  # the current or last training micro-batch is the last of its epoch
-    received_sigterm: bool
+    received_sigterm: bool  # by this process, during the current fit
     epoch_closes: bool  # in `on_train_epoch_end`: False when a bound was reached within an epoch that can be resumed
     skipped_batches: list[SkippedData]  # training data that was consumed and changed no weight
 
@@ -139,30 +139,31 @@ class Run(Protocol):
     loggers: list[Any]
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[SchedulerConfig]
-    datamodule: Any
+    datamodule: Any  # None without a data module
     train_dataloader: Any
     val_dataloaders: Any
     test_dataloaders: Any
     predict_dataloaders: Any
+    # The first callback of its kind, or None
     checkpoint_callback: Any
     early_stopping_callback: Any
     progress_bar_callback: Any
     profiler: Any
     strategy: Any  # the engine
-    log_dir: str | None
-    ckpt_path: str | None
+    log_dir: str | None  # folder of the first logger that has one; `default_root_dir` without a logger
+    ckpt_path: str | None  # the checkpoint that the current or last stage has loaded
     default_root_dir: str
     accumulate_grad_batches: int  # a callback may change it before an epoch's first group
     count_tokens: bool  # set it in a callback's `setup` to have `state.tokens` counted
     log_every_n_steps: int
     max_epochs: int  # -1: no limit
-    max_steps: int
+    max_steps: int  # -1: no limit
     min_epochs: int | None
     min_steps: int | None
     precision: str
     num_nodes: int
     node_rank: int
-    num_devices: int
+    num_devices: int  # processes on this node
     fast_dev_run: bool | int
     barebones: bool
 
@@ -180,7 +181,7 @@ class Run(Protocol):
 
     @property
     def last_step(self) -> StepResult | None:
-        """Result of the last optimizer step; None before the first."""
+        """Result of the last optimizer step. None before the first."""
 
     @property
     def current_epoch(self) -> int:
@@ -246,7 +247,11 @@ class Run(Protocol):
         """Log a value of a task or callback; see `TaskModule.log` for the options. Never communicates."""
 
     def log_now(self, metrics: Mapping[str, float]) -> None:
-        """Send host-side numbers of a callback to the loggers at the current step, on the main rank."""
+        """Send host-side numbers of a callback to the loggers, on the main rank.
+
+        Within a fit, they are logged at the 0-based index of the last completed step. A number under the name `"step"`
+        replaces this index.
+        """
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
         """Add host-side numbers of a callback to `callback_metrics`. Every rank should pass the same numbers."""
@@ -304,7 +309,10 @@ class Run(Protocol):
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Mapping[str, Any] | None = None
     ) -> Path:
-        """Write a checkpoint now. Collective; call it from a hook at a step boundary, not inside a training step."""
+        """Write a checkpoint now, and return its local folder. Collective.
+
+        Call this method from a hook between two training steps, not within a step.
+        """
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint from `on_exception`, on the main rank and without communication.
@@ -359,13 +367,13 @@ class Run(Protocol):
                 Default: False.
 
         Raises:
-            ConfigurationError: the strategy cannot run steps on a single rank, or `remakes_loaders` is set but loaders
-                were passed to the Trainer.
+            ConfigurationError: a training step is running, the strategy cannot run steps on a single rank, or
+                `remakes_loaders` is set but loaders were passed to the Trainer.
         """
 
     # Manual optimization
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward with the strategy's precision and gradient averaging."""
+        """Run backward with the strategy's precision and gradient averaging. Collective."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Disable gradient synchronization of `manual_backward` within the context."""
@@ -397,7 +405,7 @@ class SequenceSplit(Protocol):
         """Return this rank's part of a tensor along a dimension. Not collective.
 
         Raises:
-            ConfigurationError: The length of the dimension cannot be split over the ranks.
+            ConfigurationError: the length of the dimension cannot be split over the ranks.
         """
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
@@ -407,5 +415,5 @@ class SequenceSplit(Protocol):
         """Return this rank's part of a batch of transformers' models. Not collective.
 
         Raises:
-            ConfigurationError: The batch is not a dict with the tensor `input_ids` or `inputs_embeds`.
+            ConfigurationError: the batch is not a dict with the tensor `input_ids` or `inputs_embeds`.
         """

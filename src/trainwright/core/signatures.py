@@ -2,7 +2,10 @@
 
 A hook is called with the positional arguments that its base class declares. If `dataloader_idx` is among these, it is
 the last, and is passed only if there are several loaders or the hook requires it. A hook may omit `dataloader_idx`, and
-a step also `batch_idx`.
+a step also `batch_idx`: `validation_step(self, batch)` is valid.
+
+In this module, `name` is the name of a hook or step, `names` are the arguments of its calls, and parameters are those
+that the user's function declares.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _ONLY_METHODS = ("num_items", "num_tokens")
 
 
 class Parameters(NamedTuple):
-    """Parameters of a callable. Each parameter is a tuple of its name and whether it is required."""
+    """Parameters of a callable. Each parameter is a tuple of its name and True if it is required (has no default)."""
 
     positional: tuple[tuple[str, bool], ...]
     takes_more: bool  # it has `*args`
@@ -54,10 +57,11 @@ def parameters_taken_by(function: Callable[..., Any]) -> Parameters:
 
 
 def arguments_of(base: type, name: str) -> tuple[str, ...]:
-    """Return the arguments of the base class's hook, without `self`."""
+    """Return the arguments of the base class's hook, without `self`. Steps declare `*args`; see `_STEPS`."""
     if name in _STEPS:
         return _STEPS[name]
-    return tuple(parameter for parameter, _ in parameters_taken_by(getattr(base, name)).positional[1:])
+    declared = parameters_taken_by(getattr(base, name)).positional
+    return tuple(parameter for parameter, _ in declared[1:])
 
 
 def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
@@ -66,7 +70,8 @@ def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
     optional = _optional_arguments(name, names)
     match = _match(taken, names, optional)
     for parameter, required in taken.positional[len(match.positional) :]:
-        if required or parameter in optional:  # an optional argument cannot follow a parameter that gets no argument
+        # An optional argument, such as `dataloader_idx`, gets a value only if all parameters before it get one.
+        if required or parameter in optional:
             return False
     for parameter, required in taken.keyword_only:
         if required and parameter not in match.by_keyword:
@@ -88,6 +93,8 @@ def bind(
     called = call or function
     taken = parameters_taken_by(function)
     match = _match(taken, names, _optional_arguments(name, names))
+    # Indices in `names` of the values for the positional parameters: in a call with all arguments, and in a call that
+    # omits `dataloader_idx`.
     positional = match.positional
     if taken.takes_more:
         positional = positional + match.left_over
@@ -98,18 +105,21 @@ def bind(
     if passes_all and passes_all_others and not match.by_keyword:
         return called  # no adapter: it would cost a call in every step
 
-    def adapted(*given: object) -> Any:
-        indices = positional if len(given) == len(names) else without_loader
-        values = (*given, 0)  # the last one is the index of a single loader, for hooks that require it
+    def adapted(*arguments: object) -> Any:
+        indices = positional if len(arguments) == len(names) else without_loader
+        values = (*arguments, 0)  # if `dataloader_idx` is omitted, 0 takes its place: the index of a single loader
         keywords = {parameter: values[index] for parameter, index in match.by_keyword.items()}
         return called(*[values[index] for index in indices], **keywords)
 
-    vars(adapted)["__self__"] = getattr(function, "__self__", None)  # the owner: see HookTable.only_read
+    # As of a bound method: the task or callback. `HookTable.only_read` reads it.
+    vars(adapted)["__self__"] = getattr(function, "__self__", None)
     return adapted
 
 
 def _optional_arguments(name: str, names: Sequence[str]) -> list[str]:
-    """Return the arguments that a hook may omit. They are matched by name, others by position."""
+    """Return the arguments that a hook may omit. A positional parameter of such a name receives the argument of this
+    name. Other positional parameters receive the other arguments in order, whatever their names are.
+    """
     optional = (LOADER, "batch_idx") if name in _STEPS else (LOADER,)
     return [argument for argument in names if argument in optional]
 
@@ -122,9 +132,9 @@ class _Match:
     "batch_idx", "dataloader_idx")` match as `positional=[0, 3]`, `by_keyword={"batch": 1}`, `left_over=[2]`.
     """
 
-    positional: list[int]  # of the first positional parameters; the others get no argument
-    by_keyword: dict[str, int]
-    left_over: list[int]  # only `*args` receives them
+    positional: list[int]  # one for each of the first positional parameters; further ones get no argument
+    by_keyword: dict[str, int]  # by the names of keyword-only parameters
+    left_over: list[int]  # arguments for which no parameter is declared; only `*args` receives them
 
 
 def _match(taken: Parameters, names: Sequence[str], optional: Collection[str]) -> _Match:
@@ -147,9 +157,10 @@ def _without_loader(positional: list[int], taken: Parameters, names: Sequence[st
     if LOADER not in names or names.index(LOADER) not in positional:
         return positional
     place = positional.index(names.index(LOADER))
-    is_required = place < len(taken.positional) and taken.positional[place][1]
+    is_declared = place < len(taken.positional)  # otherwise `*args` receives it
+    is_required = is_declared and taken.positional[place][1]
     is_last = place == len(positional) - 1
-    # A parameter before others cannot be omitted. It gets 0, the index of a single loader.
+    # A parameter that is required, or that other arguments follow, cannot be omitted. It gets 0; see `bind`.
     return positional[:-1] if is_last and not is_required else positional
 
 
@@ -158,21 +169,22 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
     A hook that is set to None, for example with `task.val_dataloader = None`, counts as not defined.
     """
-    found = getattr(obj, name, None)
-    if found is None or (name in _ONLY_METHODS and not callable(found)):
+    hook = getattr(obj, name, None)
+    if hook is None or (name in _ONLY_METHODS and not callable(hook)):
         return False
-    if name in vars(obj):
-        # A wrapper of the default, as one that records calls, adds no counts.
-        wrapped = getattr(inspect.unwrap(found), "__func__", None)
-        return name not in _ONLY_METHODS or wrapped is not getattr(base, name)
-    return getattr(type(obj), name, None) is not getattr(base, name)
+    if name not in vars(obj):
+        return getattr(type(obj), name, None) is not getattr(base, name)
+    # Set on the instance. A wrapper of the default `num_items` or `num_tokens`, for example to record calls, does not
+    # count as an override, because the default provides no count.
+    wrapped = getattr(inspect.unwrap(hook), "__func__", None)
+    return name not in _ONLY_METHODS or wrapped is not getattr(base, name)
 
 
 def method_of(obj: object, name: str) -> Callable[..., Any]:
-    """Return the method `name` of `obj`; if it is set to None, the base class's."""
-    found = getattr(obj, name)
-    if found is not None:
-        return found  # type: ignore[no-any-return]  # an attribute, found by its name
+    """Return the method `name` of `obj`; if it is set to None, the method of its class or of a base class."""
+    method = getattr(obj, name)
+    if method is not None:
+        return method  # type: ignore[no-any-return]  # an attribute, found by its name
     for cls in type(obj).__mro__:
         function = vars(cls).get(name)
         if function is not None:
@@ -212,7 +224,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
 
 
 def _declaration(names: Sequence[str]) -> str:
-    """Return the parameters of a hook that is called with the arguments `names`, as one writes them."""
+    """Return the parameters of a hook that is called with the arguments `names`, as source text."""
     return ", ".join(["self", *(f"{name}=0" if name == LOADER else name for name in names)])
 
 

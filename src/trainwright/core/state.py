@@ -1,4 +1,4 @@
-"""Progress of a run: the counters for intervals, loggers and checkpoints; the micro-batches and result of a step."""
+"""Progress of a run, micro-batches and results of its steps, skipped data, and checks of saved states."""
 
 from __future__ import annotations
 
@@ -71,11 +71,14 @@ class TrainState:
         """Set the fields from the result of `to_dict`. Unknown keys of newer versions are ignored.
 
         Raises:
-            CheckpointError: a count is negative or not finite. No field has been set.
+            CheckpointError: a count is not a number, negative or not finite. No field has been set.
         """
+        # Check all values before setting one: an error leaves the state unchanged. A field that an older version did
+        # not save keeps its current value.
         for f in dataclasses.fields(self):
             value = values.get(f.name, 0)
-            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            is_count = isinstance(value, (int, float)) and 0 <= value < math.inf
+            if not is_count:
                 raise CheckpointError(f"the saved progress is damaged: {f.name} is {value!r}.")
         for f in dataclasses.fields(self):
             if f.name in values:
@@ -108,10 +111,10 @@ class Group:
         weights: weight of each micro-batch in the mean over the group and all ranks, times the number of data-parallel
             ranks. None is `1 / len(batches)` for each. Padding has weight 0.
         num_real: number of micro-batches over all ranks that are not padding. None if no rank has padding.
-        index: index of the current or last micro-batch in `batches`.
+        index: index of the current or last micro-batch in `batches`. The step sets it and the following fields.
         last_output: detached `outputs` of the last micro-batch, if a hook uses them. Empty if the micro-batch was
             skipped.
-        last_batch: the last micro-batch on the device, if a hook uses it.
+        last_batch: the last micro-batch on the device, if a hook uses it. Else None.
     """
 
     batches: list[Any]
@@ -153,10 +156,17 @@ class SkippedData:
     sample_ids: list[list[int | str]] | None = None
 
     def overlaps(self, epoch: int, before: Mapping[str, int], after: Mapping[str, int]) -> bool:
-        """Return whether the data overlaps a range of `epoch` between two results of `PreparedLoader.position`."""
+        """Return whether the skipped data overlaps other data of an epoch.
+
+        Args:
+            epoch: 0-based epoch of the other data.
+            before: result of `PreparedLoader.position` at the start of the other data: positions by unit.
+            after: the same at its end.
+        """
         if self.epoch != epoch or self.unit not in before or self.unit not in after:
             return False
-        return after[self.unit] > self.start and (self.stop is None or before[self.unit] < self.stop)
+        begins_before_stop = self.stop is None or before[self.unit] < self.stop
+        return begins_before_stop and after[self.unit] > self.start
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON-compatible dict."""
@@ -173,16 +183,18 @@ def class_names(objects: Iterable[object]) -> list[str]:
     A schedule that consists of others, such as a SequentialLR, is `"SequentialLR(LinearLR, CosineAnnealingLR)"`.
     """
     names = []
-    for one in objects:
-        name = type(one).__qualname__
-        if isinstance(one, SequentialLR | ChainedScheduler):
-            name += f"({', '.join(class_names(one._schedulers))})"
+    for obj in objects:
+        name = type(obj).__qualname__
+        if isinstance(obj, SequentialLR | ChainedScheduler):
+            name += f"({', '.join(class_names(obj._schedulers))})"
         names.append(name)
     return names
 
 
 def compare_classes(kind: str, objects: Iterable[object], saved: Sequence[str] | None, origin: object) -> None:
     """Check that objects have the classes of the objects whose states were saved in their places.
+
+    Numbers of objects are not compared.
 
     Args:
         kind: the objects, for the message, such as `"learning-rate schedule"`.
@@ -193,18 +205,19 @@ def compare_classes(kind: str, objects: Iterable[object], saved: Sequence[str] |
     Raises:
         CheckpointError: a class differs.
     """
-    for number, (own, before) in enumerate(zip(class_names(objects), saved or (), strict=False)):
-        if own != before:
+    for number, (name, saved_name) in enumerate(zip(class_names(objects), saved or (), strict=False)):
+        if name != saved_name:
             raise CheckpointError(
-                f"{origin} holds the state of {before} as {kind} {number}, which is a {own} here. Use the same "
+                f"{origin} holds the state of {saved_name} as {kind} {number}, which is a {name} here. Use the same "
                 "classes in the same order."
             )
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a learning-rate schedule's `state_dict` without the function that SWALR of torch 2.9 adds.
+    """Return a learning-rate schedule's `state_dict` without the function `anneal_func` that SWALR of torch 2.9 adds.
 
-    SWALR's constructor sets this function again. It is also removed inside a SequentialLR or ChainedScheduler.
+    A checkpoint cannot contain functions. SWALR's constructor sets this function again. It is also removed inside a
+    SequentialLR or ChainedScheduler, whose state has the key `_schedulers`.
     """
     state: dict[str, Any] = _without_functions(scheduler.state_dict())
     return state
@@ -213,7 +226,8 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 def _without_functions(state: object) -> Any:
     if not isinstance(state, dict):
         return state
-    kept = {key: value for key, value in state.items() if key != "anneal_func" or not callable(value)}
-    if isinstance(inner := kept.get("_schedulers"), list):
-        kept["_schedulers"] = [_without_functions(one) for one in inner]
-    return kept
+    plain = {key: value for key, value in state.items() if key != "anneal_func" or not callable(value)}
+    inner_states = plain.get("_schedulers")
+    if isinstance(inner_states, list):
+        plain["_schedulers"] = [_without_functions(inner) for inner in inner_states]
+    return plain

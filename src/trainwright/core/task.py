@@ -23,7 +23,7 @@ from trainwright.core.tree import Batch
 
 # The reader of checkpoints is in a higher layer; it is looked up when a checkpoint is loaded, not imported here.
 _LOAD_TASK = "trainwright.checkpoint.load_task:load_task_from_checkpoint"
-_RUNTIME_ATTRIBUTES = ("_run", "_sink")
+_RUNTIME_ATTRIBUTES = ("_run", "_sink")  # None in copies and pickles of a task
 
 
 class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
@@ -44,7 +44,10 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        # The Trainer, which sets it through the property `trainer` when a stage begins. It remains after the stage.
         self._run: Run | None = None
+        # The receiver of logged values, set by `log_into`: a MetricBuffer from the end of a stage's setup to its end,
+        # else None.
         self._sink: Any = None
 
     # For the user to define
@@ -195,16 +198,26 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
             use_pl_optimizer: in manual optimization, wrap the optimizers so that `step` handles precision, hooks and
                 the step count. False returns the torch optimizers. Default: True.
         """
-        found = self.trainer.task_optimizers() if use_pl_optimizer else self.trainer.optimizers
-        return found[0] if len(found) == 1 else list(found)
+        optimizers = self.trainer.task_optimizers() if use_pl_optimizer else self.trainer.optimizers
+        return optimizers[0] if len(optimizers) == 1 else list(optimizers)
 
     def lr_schedulers(self) -> Any:
         """Return the learning-rate scheduler, a list of schedulers, or None."""
-        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return None if not found else found[0] if len(found) == 1 else found
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        if not schedulers:
+            return None
+        return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in manual optimization and average gradients over ranks. Collective."""
+        """Run backward in manual optimization and average gradients over ranks. Collective.
+
+        Args:
+            loss: the loss.
+            *args, **kwargs: further arguments of `backward`.
+
+        Raises:
+            TaskError: the task does not use manual optimization.
+        """
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -238,15 +251,26 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Require gradients for this optimizer's parameters only, until `untoggle_optimizer`."""
+        """Require gradients for this optimizer's parameters only, until `untoggle_optimizer`.
+
+        Parameters that no optimizer has are not changed.
+
+        Raises:
+            TaskError: `untoggle_optimizer` has not been called since the last call.
+        """
         if "_toggled" in self.__dict__:
             raise TaskError("toggle_optimizer: another optimizer is toggled; call untoggle_optimizer first.")
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        groups = [group for other in self.trainer.optimizers for group in other.param_groups]
-        others = [p for group in groups for p in group["params"] if id(p) not in mine and p.requires_grad]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        object.__setattr__(self, "_toggled", others)
+        # `id`, because `==` of tensors compares their values.
+        kept_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        disabled: list[nn.Parameter] = []  # frozen parameters are not listed, so that they stay frozen
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in kept_ids and parameter.requires_grad:
+                        parameter.requires_grad_(False)
+                        disabled.append(parameter)
+        # In the instance's dict only while an optimizer is toggled.
+        object.__setattr__(self, "_toggled", disabled)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
         """Undo `toggle_optimizer`. `optimizer` is not used."""
@@ -290,17 +314,23 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
             value: a number, a tensor with one element, or a torchmetrics Metric or MetricCollection.
             prog_bar: show the value in the progress bar. Default: False.
             logger: pass the value to the loggers. Default: True.
-            on_step: log this step's value. Default: True in a training step, else False.
-            on_epoch: log the epoch's aggregate. Default: False in a training step, else True.
+            on_step: log this step's value. Default: None, which is True in a training step, else False.
+            on_epoch: log the epoch's aggregate. Default: None, which is False in a training step, else True.
             reduce_fx: the aggregate of an epoch: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
                 function of the stacked values. Default: `"mean"`.
             enable_graph: Accepted without effect: a logged value keeps no graph. Default: False.
-            sync_dist: reduce over ranks. Default: True for an epoch's aggregate, False for a step's value.
+            sync_dist: reduce over ranks. Default: None, which is True for an epoch's aggregate, and False for a step's
+                value.
             sync_dist_group: Accepted without effect: values are averaged over all data-parallel ranks. Default: None.
             add_dataloader_idx: append `/dataloader_idx_N` if several loaders are evaluated. Default: True.
-            batch_size: the weight in an epoch's mean. Default: the size of the batch.
+            batch_size: the weight in an epoch's mean. Default: None, which is the size of the batch.
             metric_attribute: Accepted without effect: metrics of torchmetrics are recognized by type. Default: None.
             rank_zero_only: use only the main rank's values. Default: False.
+
+        Raises:
+            LogPlaceError: a Trainer runs this task, but this hook is outside of an epoch.
+            LoggedValueError: `value` is not one number.
+            ConfigurationError: arguments contradict each other or an earlier call in the same epoch.
         """
         sink = self._sink
         if sink is None:
@@ -321,13 +351,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         )
 
     def _drop_logged(self, name: str) -> None:
+        """Warn once that logged values are discarded. Within a stage, raise an error instead."""
         if self._run is not None and self._run.stage is not None:
             raise LogPlaceError(
                 f"log({name!r}) in a hook outside of an epoch. Call it in a *_step or in a hook between the "
                 "stage's start and its epoch's end."
             )
-        if "_said_dropped" not in self.__dict__:
-            object.__setattr__(self, "_said_dropped", True)
+        if "_has_warned_of_log" not in self.__dict__:
+            object.__setattr__(self, "_has_warned_of_log", True)
             warnings.warn(
                 f"{type(self).__name__}.log({name!r}): no Trainer is running this task; this and further logged "
                 "values are discarded.",
@@ -375,7 +406,13 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     def all_gather(self, data: object, group: object = None, sync_grads: bool = False) -> Any:
         """Gather tensors (in any containers) of all data-parallel ranks along a new first dimension. Collective.
 
-        `group` must be None.
+        Args:
+            data: a tensor, or lists, tuples, dicts and dataclasses of tensors.
+            group: must be None, which is all data-parallel ranks.
+            sync_grads: let gradients flow through the result to the ranks. Default: False.
+
+        Raises:
+            ConfigurationError: `group` is not None.
         """
         if group is not None:
             raise ConfigurationError(
@@ -387,15 +424,15 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     @property
     def trainer(self) -> Run:
-        """The Trainer that runs this task.
+        """The Trainer that runs this task, or has run it last.
 
         Raises:
-            TaskError: no Trainer is running the task.
+            TaskError: no Trainer has run the task yet.
         """
         run = self.__dict__.get("_run")
         if run is None:
             raise TaskError(
-                f"{type(self).__name__} is not attached to a Trainer; this is available only while a Trainer runs it."
+                f"{type(self).__name__} is not attached to a Trainer; this is available once a Trainer runs it."
             )
         return run  # type: ignore[no-any-return]  # nn.Module keeps its attributes in an untyped dict
 
@@ -404,7 +441,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         for task in _tasks_in(self):
             task._run = trainer
 
-    # Libraries read, set and delete this private name of Lightning.
+    # Libraries read and set this private name of Lightning. Unlike `trainer`, it is None without a Trainer.
     @property
     def _trainer(self) -> Run | None:
         return self._run
@@ -443,8 +480,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first floating-point parameter; torch's default if there is none."""
-        found = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
-        return next(found, torch.get_default_dtype())
+        dtypes = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
+        return next(dtypes, torch.get_default_dtype())
 
     @property
     def on_gpu(self) -> bool:
@@ -463,7 +500,11 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     def __dir__(self) -> list[str]:
         """Exclude attributes that raise an error, for code that reads every attribute, such as torch's tracing."""
-        return sorted({*super().__dir__()} - {"fabric", "device_mesh", "trainer" if self._run is None else ""})  # type: ignore[no-untyped-call]  # torch has no types here
+        names = set(super().__dir__())  # type: ignore[no-untyped-call]  # torch has no types here
+        names -= {"fabric", "device_mesh"}
+        if self._run is None:
+            names.discard("trainer")
+        return sorted(names)
 
     @property
     def logger(self) -> Any:
@@ -508,7 +549,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
         Raises:
             FileNotFoundError: the checkpoint does not exist.
-            CheckpointError: the checkpoint is damaged, or its weights do not fit the task.
+            CheckpointError: the checkpoint is damaged, its weights do not fit the task, or `__init__` needs arguments
+                that are neither saved nor passed, or does not accept a passed one.
         """
         return import_object(_LOAD_TASK)(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_TASK
             cls,
@@ -525,18 +567,19 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
 def _tasks_in(task: TaskModule) -> list[TaskModule]:
     """Return a task and the tasks among its modules, such as those that a distillation task contains."""
-    found: list[TaskModule] = []
+    tasks: list[TaskModule] = []
     waiting: list[nn.Module] = [task]
     seen: set[nn.Module] = set()
-    while waiting:  # not `modules()`, which is recursive: a model that is nested too deeply gets its own error later
+    # Not `task.modules()`, which is recursive: the Trainer raises a clear error for a model nested too deeply later.
+    while waiting:
         module = waiting.pop()
         if module in seen:
             continue
         seen.add(module)
         if isinstance(module, TaskModule):
-            found.append(module)
+            tasks.append(module)
         waiting.extend(module.children())
-    return found
+    return tasks
 
 
 def log_into(task: TaskModule, sink: Any) -> None:
@@ -548,9 +591,9 @@ def log_into(task: TaskModule, sink: Any) -> None:
 @contextlib.contextmanager
 def logging_into(task: TaskModule, sink: Any) -> Iterator[None]:
     """Pass logged values to `sink` in a `with` block; see `log_into`."""
-    before = task._sink
+    previous_sink = task._sink
     log_into(task, sink)
     try:
         yield
     finally:
-        log_into(task, before)
+        log_into(task, previous_sink)

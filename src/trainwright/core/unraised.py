@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 
-_errors: list[Exception] = []
+_errors: list[Exception] = []  # of this process, in order
 
 
 def report_at_exit() -> None:
@@ -15,7 +15,7 @@ def report_at_exit() -> None:
     Exit functions that are registered later, such as those of loggers, run before the report. Earlier ones do not run
     if there is an error, because `os._exit` is the only way to change the exit code at that time.
     """
-    atexit.unregister(_report)
+    atexit.unregister(_report)  # register it once, and after the exit functions of earlier work
     atexit.register(_report)
 
 
@@ -31,9 +31,9 @@ def discard(error: Exception) -> None:
 
 def take() -> list[Exception]:
     """Return all recorded errors, and remove them."""
-    found = list(_errors)
+    errors = list(_errors)
     _errors.clear()
-    return found
+    return errors
 
 
 def _report() -> None:

@@ -73,11 +73,11 @@ class BatchSamplerShard(BatchSampler):
 
     Consecutive batches go to consecutive processes. With `split_batches` each batch is divided instead. A round is one
     batch per process, or the batch that is divided. An incomplete last round is dropped if the batch sampler has
-    `drop_last`. Otherwise it is completed with samples from the beginning, or left incomplete without `even_batches`.
+    `drop_last`. Otherwise it is completed with samples from the beginning, or without `even_batches` left incomplete.
 
     Args:
         batch_sampler: a batch sampler, or a list of batches. Without an attribute `batch_size`, batches may differ in
-            size, and an incomplete round is completed with full batches from the beginning.
+            size, and an incomplete round is completed with whole batches from the beginning.
         num_processes: number of processes. Default: 1.
         process_index: index of this process. Default: 0.
         split_batches: divide each batch over the processes. Default: False.
@@ -113,7 +113,11 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
-        """Return the number of batches of this process. Without `even_batches`, processes may differ by one batch."""
+        """Return the number of batches of this process. Without `even_batches`, processes may differ by one batch.
+
+        With `split_batches`, return the number of divided batches. Without `even_batches`, a process without a part of
+        a short last batch then yields one batch less.
+        """
         if self.split_batches:
             return self.total_length
         # 5 batches on 3 processes: one complete round, and a round of 2 batches.
@@ -159,7 +163,10 @@ class IterableDatasetShard(IterableDataset[Any]):
             `torch.Generator`) is seeded with the epoch at the start of each pass.
         batch_size: samples per batch of one process, or with `split_batches` of all processes. Default: 1.
         drop_last: drop an incomplete last round. Default: False.
-        num_processes, process_index, split_batches: see `BatchSamplerShard`, also for errors.
+        num_processes, process_index, split_batches: see `BatchSamplerShard`.
+
+    Raises:
+        ConfigurationError: `process_index` is out of range, or `batch_size` is not divisible for `split_batches`.
     """
 
     def __init__(
@@ -208,11 +215,18 @@ class IterableDatasetShard(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not sets_epoch(self.dataset):
             generator.manual_seed(self.epoch)
-        size = self._share * self.num_processes
-        samples = iter(self.dataset)
-        rounds = iter(lambda: list(islice(samples, size)), [])  # lists of `size` samples, until one is empty
+        rounds = _lists_of(iter(self.dataset), self._share * self.num_processes)
         for share in _shares(rounds, self._share, self):
             yield from share
+
+
+def _lists_of(samples: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Yield the samples in lists of `size`. The last list may be shorter."""
+    while True:
+        next_samples = list(islice(samples, size))
+        if not next_samples:
+            return
+        yield next_samples
 
 
 class SkippableLoader(DataLoader[Any]):
@@ -224,11 +238,11 @@ class SkippableLoader(DataLoader[Any]):
 
 
 class RoundLoader(DataLoader[Any]):
-    """Loader that may read one batch of its data set for every process, and return one of them."""
+    """Loader that may read several batches of its data set for each batch that it returns, one for each process."""
 
     @property
     def batches_per_round(self) -> int:
-        """Number of batches of the data set that are consumed when each process returns one batch."""
+        """Number of batches of the data set that are read in a round, in which each process returns one batch."""
         return 1
 
 
@@ -238,6 +252,11 @@ class SkipBatchSampler(BatchSampler):
     Args:
         batch_sampler: a batch sampler, or another iterable of batches.
         skip_batches: number of batches that are skipped. Default: 0.
+
+    Other attributes are those of the batch sampler.
+
+    Raises:
+        ConfigurationError: `skip_batches` is negative or not an integer.
     """
 
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
@@ -271,6 +290,9 @@ class SkipDataLoader(DataLoader[Any]):
     Args:
         skip_batches: number of batches that are skipped. Default: 0.
         dataset, **kwargs: arguments of `DataLoader`.
+
+    Raises:
+        ConfigurationError: `skip_batches` is negative or not an integer.
     """
 
     def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
@@ -278,6 +300,8 @@ class SkipDataLoader(DataLoader[Any]):
         super().__init__(dataset, **kwargs)
         self.skip_batches = skip_batches
         if not isinstance(dataset, IterableDataset):
+            # Not by assignment: DataLoader.__setattr__ forbids it after construction, because an iterator may use the
+            # old sampler. This loader has no iterator yet.
             vars(self).update(_skipping(self, skip_batches))
 
     @property
@@ -295,12 +319,16 @@ class SkipDataLoader(DataLoader[Any]):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader that skips the first `num_batches` batches of every pass. `dataloader` is not changed.
 
-    Skipped batches are not fetched, except for iterable data sets. A prepared loader is passed to `skip`; see
-    `Accelerator.skip_first_batches`.
+    Skipped batches are not fetched, except for iterable data sets. A loader that an Accelerator has prepared skips
+    batches itself; see `Accelerator.skip_first_batches`.
+
+    Args:
+        dataloader: a DataLoader.
+        num_batches: number of batches that are skipped. Default: 0.
 
     Raises:
-        ConfigurationError: the number is negative, the object is not a DataLoader, or it is an instance of a class with
-            its own `__iter__` over an iterable data set.
+        ConfigurationError: the number is negative or not an integer, the object is not a DataLoader, or it is an
+            instance of a class with its own `__iter__` over an iterable data set.
     """
     check_number("num_batches", num_batches)
     if not isinstance(dataloader, DataLoader):
@@ -328,7 +356,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 def fetch_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a loader's constructor that say how batches are fetched, but not which samples."""
+    """Return the constructor arguments of a loader for fetching. Data set, samplers and batch size are omitted."""
     return {name: getattr(loader, name) for name in _FETCH_OPTIONS if hasattr(loader, name)}
 
 
@@ -341,7 +369,11 @@ def _skipping(loader: DataLoader[Any], num_batches: int) -> dict[str, SkipBatchS
 def _shares(
     rounds: Iterator[Any], part: int, shard: BatchSamplerShard | IterableDatasetShard, *, completes: bool = True
 ) -> Iterator[Any]:
-    """Yield the samples of one process in each round. `part` is their number in a complete round."""
+    """Yield the samples of one process in each round. `part` is their number in a complete round.
+
+    A short round is dropped if the shard has `drop_last`, else completed with samples of the first round. Without
+    `completes`, the process's samples of a short round may be fewer than `part`, or none.
+    """
     size = part * shard.num_processes
     start = part * shard.process_index
     first_round: Any = None

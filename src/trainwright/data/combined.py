@@ -85,7 +85,7 @@ class CombinedLoader:
         if self.mode == "sequential":
             return itertools.chain.from_iterable(_batches_of(member) for member in members)
         batches = [_batches_of(member) for member in members]
-        return _Rounds(self.iterables, self.mode, batches, lambda which, cycle: _batches_of(members[which]))
+        return _Rounds(self.iterables, self.mode, batches, lambda index, cycle: _batches_of(members[index]))
 
 
 def _batches_of(member: Iterable[Any]) -> Iterator[Any]:
@@ -103,9 +103,11 @@ class PreparedCombined(PreparedLoader):
         super().__init__(raw, options)
         self._tree = members
         self._members: list[PreparedLoader] = leaves_of(members)
+        # The iterator of the last pass, whose progress is in the state. None before a pass, and in "sequential" mode.
         self._rounds: _Rounds | None = None
+        # The state of `_own_state` for the next pass, set by `load_state_dict`. None if the next pass is not resumed.
         self._resumed_at: Mapping[str, list[Any]] | None = None
-        self._has_warned = False
+        self._has_warned = False  # of members with different numbers of batches on the ranks
 
     def use(self, options: LoaderOptions) -> None:
         for member in self._members:
@@ -142,12 +144,14 @@ class PreparedCombined(PreparedLoader):
             member.check_resume(batch, has_state=has_state and self.stateful)
 
     def _own_state(self) -> dict[str, list[Any]]:
-        num = len(self._members)
+        # Two members, of which the second one is stateful and in its second pass:
+        # {"members": [None, {"loader": …}], "ended": [False, True], "cycles": [0, 1]}. See `_Rounds`.
+        num_members = len(self._members)
         rounds = self._rounds
         return {
             "members": [member.state_dict() if member.stateful else None for member in self._members],
-            "ended": [False] * num if rounds is None else list(rounds.ended),
-            "cycles": [0] * num if rounds is None else list(rounds.cycles),
+            "ended": [False] * num_members if rounds is None else list(rounds.ended),
+            "cycles": [0] * num_members if rounds is None else list(rounds.cycles),
         }
 
     def _load_own(self, state: Mapping[str, list[Any]], *, at_epoch_start: bool) -> None:
@@ -204,8 +208,9 @@ class PreparedCombined(PreparedLoader):
             if member.counts is None:
                 return None
             by_member.append(member.counts)
-        ends_in_training = self.raw.mode == "max_size" and self.options.stage == "train"
-        if ends_in_training and not self._has_warned:
+        # Only "max_size" returns None for an ended member, and only training needs gradients of all parameters.
+        needs_equal_members = self.raw.mode == "max_size" and self.options.stage == "train"
+        if needs_equal_members and not self._has_warned:
             for index, counts in enumerate(by_member):
                 if min(counts) != max(counts):
                     self._warn_of_uneven_ranks(index, counts)
@@ -234,7 +239,8 @@ class PreparedCombined(PreparedLoader):
         for index, member in enumerate(self._members):
             if mode == "max_size_cycle":
                 if resumed and member.stateful:
-                    # Its own state is the position within the pass.
+                    # The member's restored state is the position within the pass. `start_batch` is then only a number
+                    # other than 0, as for any resumed pass.
                     cycles[index] = resumed["cycles"][index]
                     place = start_batch
                 else:
@@ -253,7 +259,7 @@ class PreparedCombined(PreparedLoader):
             self._tree,
             mode,
             batches,
-            lambda which, cycle: self._members[which].cycle(cycle, 0),
+            lambda index, cycle: self._members[index].cycle(cycle, 0),
             ended=ended,
             cycles=cycles,
             limit=limit,
@@ -300,9 +306,15 @@ class _Rounds:
     ) -> None:
         """Store the arguments.
 
-        `reopen(which, cycle)` opens member `which` for its pass `cycle`. `ended` and `cycles` contain for each member
-        whether it has ended at least once, and the number of its current pass. `limit` is the maximum number of trees.
-        `most_empty` is the number of passes after which a member without a batch is an error.
+        Args:
+            tree: the structure of the members. Only the number and places of its leaves matter.
+            mode: any mode except "sequential".
+            batches: the opened iterator of each member, in the order of the leaves.
+            reopen: `reopen(index, cycle)` opens member `index` for its pass `cycle`, in "max_size_cycle".
+            ended: True for each member that has ended at least once. Default: None, no member.
+            cycles: number of the current pass of each member, 0-based. Default: None, 0 for each.
+            limit: maximum number of trees. Default: None, no limit.
+            most_empty: a member without a batch in so many successive passes is an error. Default: 1.
         """
         self._tree = tree
         self._mode = mode
@@ -321,29 +333,32 @@ class _Rounds:
             if self._limit <= 0:
                 raise StopIteration
             self._limit -= 1
-        batches = iter([self._draw(which) for which in range(len(self._batches))])
-        # The last member has ended in this round, so no member gave a batch of its first pass.
+        # In "min_size", `_draw` raises StopIteration at the end of the first member.
+        batches = iter([self._draw(index) for index in range(len(self._batches))])
+        # The last of the members has ended for the first time in this round: the round has no batch of a first pass.
         if self._mode != "min_size" and all(self.ended):
             raise StopIteration
+        # The leaves are visited in the order of `batches`.
         return map_leaves(lambda _: next(batches), self._tree)
 
-    def _draw(self, which: int) -> Any:
-        batch = next(self._batches[which], _END)
+    def _draw(self, index: int) -> Any:
+        """Return the next batch of a member, from a new pass if its pass has ended. None if it has no further batch."""
+        batch = next(self._batches[index], _END)
         if batch is not _END:
             return batch
-        self.ended[which] = True
+        self.ended[index] = True
         if self._mode == "min_size":
             raise StopIteration
         if self._mode == "max_size" or all(self.ended):
             return None
         # A member of 1 batch on 3 ranks: its passes go to the ranks in turn, so a rank has no batch in two of three.
         for _ in range(self._most_empty):
-            self.cycles[which] += 1
-            self._batches[which] = self._reopen(which, self.cycles[which])
-            batch = next(self._batches[which], _END)
+            self.cycles[index] += 1
+            self._batches[index] = self._reopen(index, self.cycles[index])
+            batch = next(self._batches[index], _END)
             if batch is not _END:
                 return batch
-        raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled. Remove it.")
+        raise ConfigurationError(f"CombinedLoader: member {index} is empty and cannot be cycled. Remove it.")
 
 
 def combined_count(mode: Mode, counts: list[int]) -> int:
@@ -356,7 +371,11 @@ def combined_count(mode: Mode, counts: list[int]) -> int:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
-    """Return `tree` with `fn` applied to its leaves, which are all objects that are not a tree (see `is_tree`)."""
+    """Return `tree` with `fn` applied to its leaves.
+
+    Leaves are objects that are not a tree (see `is_tree`), and entries that are a list of values (see
+    `is_list_of_values`).
+    """
 
     def map_entry(entry: object) -> Any:
         return fn(entry) if is_list_of_values(entry) else map_leaves(fn, entry)
@@ -373,8 +392,10 @@ def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
 
 
 def is_tree(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
-    """Return whether `map_leaves` looks into an object."""
-    # Other sequences, such as a range or a data set that is one, are loaders or data sets themselves.
+    """Return whether `map_leaves` visits the entries of an object: a tuple, list or dict, but not a data set.
+
+    Other sequences, such as a range, are loaders or data sets themselves.
+    """
     return isinstance(tree, (tuple, MutableSequence, Mapping)) and not isinstance(tree, Dataset)
 
 
@@ -384,7 +405,10 @@ def members_of(tree: Sequence[Any] | Mapping[Any, Any]) -> list[Any]:
 
 
 def is_list_of_values(value: object) -> bool:
-    """Return whether a list contains numbers and texts only. Such a list in a list is a loader, not a batch."""
+    """Return whether a list has entries, all of which are numbers or texts.
+
+    Such a list in a tree is a loader whose batches are these values. It is a leaf, although lists are trees otherwise.
+    """
     if not isinstance(value, list) or len(value) == 0:
         return False
     return all(isinstance(entry, (int, float, str)) for entry in value)

@@ -17,7 +17,7 @@ from trainwright.core.hyperparameters import DATAMODULE_HYPER_PARAMETERS, Hyperp
 from trainwright.core.registry import import_object
 from trainwright.data.combined import is_tree, leaves_of, map_leaves
 
-# The reader of checkpoints is in another layer; it is looked up when a checkpoint is loaded, not imported here.
+# The reader of checkpoints is in another layer. It is looked up when a checkpoint is loaded, not imported here.
 _LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
 
 
@@ -25,9 +25,8 @@ class DataModule(HyperparametersMixin, DataHooks):
     """Base class for data modules, which download, split and load the data of a run.
 
     Pass a sub-class to `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, which are divided over
-    ranks automatically. Every hook is optional. `prepare_data` runs on one process of each
-    node (see `prepare_data_per_node`), other hooks on every rank.
-    `save_hyperparameters()` and `hparams` work as on a task.
+    ranks automatically. Every hook is optional. `prepare_data` runs on one process of each node (see
+    `prepare_data_per_node`), other hooks on every rank. `save_hyperparameters()` and `hparams` work as on a task.
 
     Attributes:
         trainer: the Trainer of the current or last stage; None before the first stage.
@@ -41,7 +40,7 @@ class DataModule(HyperparametersMixin, DataHooks):
     trainer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints: JSON-compatible values and tensors."""
+        """Return the state for checkpoints: JSON-compatible values and tensors. Default: an empty dict."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,21 +96,26 @@ class DataModule(HyperparametersMixin, DataHooks):
 
         Args:
             train_dataset, val_dataset, test_dataset, predict_dataset: a data set, or a list, tuple or dict of data
-                sets, for which the hook returns loaders in the same structure. Default: None, which uses the class's
-                hook.
+                sets, for which the hook returns loaders in the same structure. None uses the hook of the class.
+                Default: None.
             batch_size: samples in a batch of each loader. Default: 1.
             num_workers: worker processes of each loader. Default: 0.
             **datamodule_kwargs: arguments of the class's `__init__`. `batch_size` and `num_workers` are also passed to
                 it if it accepts them.
         """
-        module = cls(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **datamodule_kwargs)
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for stage, datasets in given.items():
-            if datasets is not None:
-                make = partial(_loader_of, batch_size=batch_size, num_workers=num_workers, shuffle=stage == "train")
-                several = _holds_data_sets(datasets)
-                hook = partial(map_leaves, make, datasets) if several else partial(make, datasets)
-                setattr(module, f"{stage}_dataloader", hook)
+        loader_arguments = {"batch_size": batch_size, "num_workers": num_workers}
+        module = cls(**_accepted(cls, loader_arguments), **datamodule_kwargs)
+        datasets_of = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, datasets in datasets_of.items():
+            if datasets is None:
+                continue
+            # Partial functions and not closures, so that the module can be pickled for spawned processes.
+            make_loader = partial(_loader_of, batch_size=batch_size, num_workers=num_workers, shuffle=stage == "train")
+            if _holds_data_sets(datasets):
+                hook = partial(map_leaves, make_loader, datasets)
+            else:
+                hook = partial(make_loader, datasets)
+            setattr(module, f"{stage}_dataloader", hook)
         return module
 
 

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.state import Group
@@ -29,7 +29,7 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
 
     Args:
         limit: maximum number of batches (an int), or a fraction of the epoch (a float up to 1.0), rounded down. A float
-            above 1.0 is a number of batches. None means no limit.
+            above 1.0 is a number of batches. None and infinity mean no limit.
         num_batches: number of batches of the epoch; None if unknown.
         name: name of the argument for messages, such as "limit_train_batches".
 
@@ -63,9 +63,9 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         )
     batches = int(limit * num_batches)
     if batches == 0 and num_batches > 0:
-        # The least fraction that gives one batch, rounded up to a few digits: 0.334 for 3 batches.
-        digits = 100 * 10 ** len(str(num_batches))
-        least = math.ceil(digits / num_batches) / digits
+        # The smallest fraction that gives one batch, rounded up to a few digits: 0.334 (334 / 1000) for 3 batches.
+        scale = 100 * 10 ** len(str(num_batches))
+        least = math.ceil(scale / num_batches) / scale
         raise ConfigurationError(
             f"{name}={limit!r} of {num_batches} batches is less than one. Use at least {least:g}, or a number of "
             "batches such as 1; 0 skips all of them."
@@ -86,22 +86,28 @@ def iterate_groups(
 ) -> Iterator[Group]:
     """Return an iterator over the groups of the loader's current epoch.
 
-    `is_last` of a group is always right. For this, one batch is fetched ahead if the number of batches is unknown. When
-    the next group is requested, the iterator releases the batches of the earlier group.
+    `is_last` is True exactly for the last group, unless a loader on one rank ends before its declared length. For this,
+    one batch is fetched ahead if the number of batches is unknown. When the next group is requested, the iterator
+    releases the batches of the earlier group.
 
     Args:
-        loader: the prepared loader, after `set_epoch`. With several ranks, it needs the option `lockstep`.
+        loader: the prepared loader, after `set_epoch`. With several ranks, its `options.in_lockstep` must be True.
         accumulate: micro-batches of one rank in a group. The last group may have fewer. Default: 1.
-        limit: maximum number of batches, counted from the epoch's start. Default: None, no limit.
+        limit: maximum number of batches of one rank, counted from the epoch's start. Default: None, no limit.
         start_batch: this rank's first batch in this epoch. Default: 0.
-        rank, world, uneven, agree: replace the loader's options; see `LoaderOptions`. Default: None.
+        rank: Accepted without effect: the loader is prepared for its rank. Default: None.
+        world, uneven, agree: replace the loader's options if it has no length; see `LoaderOptions`. Default: None.
 
     If several ranks read a loader without length, every rank must iterate, and each group calls `agree` once, unless
-    `ends_together` is set. In all other cases there is no communication.
+    `ends_together` is set. Otherwise only the loader's own iterator communicates; see `PreparedLoader.iterate`.
 
     Raises:
         ConfigurationError: `accumulate` is less than 1, the loader is empty or ends before its declared length while
-            other ranks continue, ranks are uneven with the policy "error", or `agree` is needed but missing.
+            other ranks continue, ranks are uneven with the policy "error", a rank needs padding and never had a batch,
+            or `agree` is needed but missing.
+
+    Warns:
+        TrainwrightWarning: on one rank, the loader ends before its declared length.
     """
     if accumulate < 1:
         raise ConfigurationError(f"accumulate={accumulate} is not at least 1.")
@@ -128,7 +134,8 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
     batches = loader.iterate(start_batch)
     first = start_batch
     if accumulate == 1:
-        # All rounds but the epoch's last are equal, so that nothing is computed for them.
+        # Rounds in which every rank has a full batch need no weights and have equal numbers of samples. The last round
+        # with real batches of all ranks is excluded, because its batches may be short.
         num_equal_rounds = min(rounds, loader.num_full_rounds) - 1
         samples = loader.samples_in_round(first)
         draw = batches.__next__
@@ -170,7 +177,10 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
 
 
 def _finish(loader: PreparedLoader, batches: Iterator[Any], rounds: int) -> None:
-    """Read a stateful loader to the end of its data, because many stateful loaders reset their position there."""
+    """Read a stateful loader to the end of its data, because many stateful loaders reset their position there.
+
+    Nothing is read if a limit ends the epoch before the data.
+    """
     if loader.stateful and rounds == loader.num_batches:
         next(batches, None)
 
@@ -178,8 +188,11 @@ def _finish(loader: PreparedLoader, batches: Iterator[Any], rounds: int) -> None
 def check_end(loader: PreparedLoader, batch: int, limit: int | None) -> None:
     """Check after `batch` rounds of an evaluation that the loader returned as many batches as its length.
 
+    Raises:
+        ConfigurationError: the loader returned fewer batches, with several ranks in lock step.
+
     Warns:
-        TrainwrightWarning: the loader returned fewer batches. A ConfigurationError with several ranks in lock step.
+        TrainwrightWarning: the loader returned fewer batches, in all other cases.
     """
     counts = loader.counts
     if counts is None:
@@ -214,7 +227,11 @@ def _samples_in_rounds(loader: PreparedLoader, first: int, stop: int) -> int | N
 
 
 def _weigh(group: Group, real: list[bool], num_real: int, world: int) -> None:
-    """Set the weights of a group if some rank has padding in it. `real` is False for this rank's padding."""
+    """Set the weights of a group if some rank has padding in it.
+
+    `real` is False for each of this rank's batches that is padding. `num_real` is the number of real batches of all
+    ranks.
+    """
     # Two ranks with 2 and 1 real micro-batches: each of these three has weight 2/3. Ranks average their gradients, so
     # it contributes 1/3 to the mean.
     if num_real < len(real) * world:
@@ -238,7 +255,9 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
     if limit is not None and start_batch >= limit:
         return
     batches = loader.iterate(start_batch)
-    ahead, _ = loader.take_ahead(batches)  # [batch], or [] at the end
+    # `ahead` is [batch] for the batch that is fetched ahead, or [] at the end of the data or the limit. The second
+    # result is padding, which is only needed if several ranks agree.
+    ahead, _ = loader.take_ahead(batches)
     first = start_batch
     while ahead:
         size = accumulate if limit is None else min(accumulate, limit - first)
@@ -258,6 +277,20 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
         del group
 
 
+class _AgreedGroup(NamedTuple):
+    """Size of a group, equal on every rank.
+
+    Attributes:
+        rounds: micro-batches of each rank, including padding. 0 if the epoch has ended and there is no such group.
+        num_real: micro-batches of all ranks that are not padding.
+        has_next: True if another group follows.
+    """
+
+    rounds: int
+    num_real: int
+    has_next: bool
+
+
 @dataclass(frozen=True)
 class _Agreement:
     """Exchange of the number of micro-batches of a group between ranks whose loaders have no length."""
@@ -266,12 +299,11 @@ class _Agreement:
     uneven: Uneven
     agree: Agree
 
-    def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> tuple[int, int, bool]:
+    def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> _AgreedGroup:
         """Exchange the sizes of the group that begins at round `first`. Collective. Errors are raised on every rank.
 
-        `have` is this rank's number of batches for the group, `has_more` is True if a further batch follows, and
-        `can_replay` if this rank has a batch to pad with. Return the group's numbers of rounds (0 ends the epoch) and
-        of real micro-batches on all ranks, and True if another group follows.
+        `have` is this rank's number of batches for the group. `has_more` is True if a further batch of this rank
+        follows, and `can_replay` is True if this rank has a batch to pad with.
         """
         of_ranks = self.agree([have, int(has_more), int(can_replay)])
         counts = [row[0] for row in of_ranks]
@@ -281,15 +313,15 @@ class _Agreement:
             raise ConfigurationError(f"{name} is empty: no rank got a batch. Check the data set.")
         if self.uneven == "stop":
             rounds = min(counts)
-            return rounds, rounds * self.world, all(more)
+            return _AgreedGroup(rounds, num_real=rounds * self.world, has_next=all(more))
         if max(counts) > 0 and not all_can_replay:
             raise uneven_error(name, [first + count for count in counts], self.uneven)
         is_uneven = min(counts) < max(counts) or any(more) != all(more)
         if self.uneven == "error" and is_uneven:
-            # At least so many: a rank with more batches has fetched one of them.
+            # Lower bounds: a rank with further batches has fetched only one of them ahead.
             batches = [first + count + more_of_rank for count, more_of_rank in zip(counts, more, strict=True)]
             raise uneven_error(name, batches, "error")
-        return max(counts), sum(counts), any(more)
+        return _AgreedGroup(max(counts), num_real=sum(counts), has_next=any(more))
 
 
 def _agreeing(
@@ -300,9 +332,11 @@ def _agreeing(
         return
     name = loader.options.title
     batches = loader.iterate(start_batch)
+    # Before the first batch is fetched ahead. `held_state` is always the state before the batch in `ahead`.
     loader.hold_state()
     start_state = loader.held_state
-    # The spare is a real batch to pad with, kept only after this rank has no more batches.
+    # `ahead` is [batch] for the batch that is fetched ahead, or [] at the end of this rank's data or the limit. `spare`
+    # is [batch] with a real batch to pad with, set only after this rank has no more batches.
     ahead, spare = loader.take_ahead(batches)
     if spare:
         loader.keep_run_out(start_state)
@@ -314,30 +348,30 @@ def _agreeing(
             taken = [*ahead, *itertools.islice(batches, size - 1)]
             ahead.clear()
         have = len(taken)
-        state_before = loader.held_state
+        state_before_group = loader.held_state
         if have > 0:
             loader.release_state()
+        # A group that is not full has read this rank's data to its end.
         if have == size and first + have != limit:
             loader.hold_state()
             ahead.extend(itertools.islice(batches, 1))
         if have > 0 and not ahead:
-            loader.keep_run_out(state_before)
+            # This rank's last group. Other ranks may continue, with padding here.
+            loader.keep_run_out(state_before_group)
             spare = [copy_containers(taken[-1])]  # the step may change its batch
-        rounds, num_real, has_next = agreement.reach(
-            name, first, have, has_more=bool(ahead), can_replay=bool(taken or spare)
-        )
-        if rounds == 0:
+        agreed = agreement.reach(name, first, have, has_more=bool(ahead), can_replay=bool(taken or spare))
+        if agreed.rounds == 0:
             return
         # Other ranks may have more batches than this one, or with the policy "stop" fewer.
-        padding = [copy_containers(spare[0]) for _ in range(rounds - have)]
-        group = Group([*taken[:rounds], *padding], first, not has_next)
+        padding = [copy_containers(spare[0]) for _ in range(agreed.rounds - have)]
+        group = Group([*taken[: agreed.rounds], *padding], first, not agreed.has_next)
         del taken
         del padding
-        if not has_next:
+        if not agreed.has_next:
             loader.release_state()
-        _weigh(group, [i < have for i in range(rounds)], num_real, agreement.world)
-        first += rounds
+        _weigh(group, [i < have for i in range(agreed.rounds)], agreed.num_real, agreement.world)
+        first += agreed.rounds
         yield group
-        if not has_next:
+        if not agreed.has_next:
             return
         del group

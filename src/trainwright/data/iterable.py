@@ -50,7 +50,8 @@ def sets_epoch(source: object) -> TypeGuard[SetsEpoch]:
     return callable(getattr(source, "set_epoch", None))
 
 
-# (rank, world) of this process, or of the process that started this worker; set by the loader.
+# (rank, world) of this process, or of the process that started this worker. Set by `set_place`, which a prepared loader
+# calls before each pass, and `WorkerPlace` in each worker.
 _place: tuple[int, int] = (0, 1)
 
 
@@ -70,6 +71,7 @@ def shard_info() -> tuple[int, int]:
 
 
 def _shard_of(rank: int, world: int) -> tuple[int, int]:
+    """Return `(index, count)` as `shard_info`, for the given rank."""
     worker = get_worker_info()
     if worker is None:
         return rank, world
@@ -106,6 +108,10 @@ class ShardedIterable(IterableDataset[Any]):
             this is the length of the complete data set.
         block: samples in a block. Default: None, the loader's batch size (1 if the loader does not batch).
 
+    Attributes:
+        rank, world: the rank whose samples are returned, and the number of ranks. `0, 1` until `placed` returns a copy
+            for a rank.
+
     Raises:
         ConfigurationError: `block` is less than 1.
     """
@@ -117,7 +123,7 @@ class ShardedIterable(IterableDataset[Any]):
         self.block = block
         self.rank = 0
         self.world = 1
-        self._epoch = _shared_number()
+        self._epoch = _shared_number()  # set here, and read in the workers that iterate
 
     def placed(self, rank: int, world: int, *, block: int) -> ShardedIterable:
         """Return a copy for one of `world` ranks. `block` is the block size if the user has not set one."""
@@ -158,14 +164,17 @@ def _shared_number() -> torch.Tensor:
 
 
 class _KeptShard(ShardedIterable):
-    """`ShardedIterable` whose data set has a state. Its own state also contains the number of read samples."""
+    """`ShardedIterable` whose data set has a state. Its own state also contains the number of read samples.
+
+    The owner of the next sample depends on this number, which counts the samples of all ranks and workers.
+    """
 
     dataset: StatefulIterable
 
     def __init__(self, dataset: Iterable[Any], *, block: int | None = None) -> None:
         super().__init__(dataset, block=block)
-        self._num_read = 0
-        self._resume_at = 0  # of the next pass only
+        self._num_read = 0  # samples that the current or last pass has read from the data set
+        self._resume_at = 0  # number of samples before the next pass; 0 unless a state was loaded for it
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_read": self._num_read, "dataset": self.dataset.state_dict()}
@@ -190,12 +199,13 @@ class _KeptShard(ShardedIterable):
 
 def _every_nth_block(samples: Iterator[Any], block: int, index: int, count: int, first: int) -> Iterator[Any]:
     """Return the samples of the blocks b with b mod count = index. Sample `first` is the first of `samples`."""
-    # Blocks of 2 for index 1 of 3: samples 2 and 3 of each 6 are selected. From sample 3 on, the first one is selected,
-    # then 4 are not, and so on.
+    # Blocks of 2 for index 1 of 3: samples 2 and 3 of each 6 are selected. If `first` is 3, the first sample is
+    # selected, then 4 are not, then 2 are.
     period = block * count
     is_selected = [place // block == index for place in range(period)]
     start = first % period
-    return itertools.compress(samples, itertools.cycle(is_selected[start:] + is_selected[:start]))
+    from_first = is_selected[start:] + is_selected[:start]
+    return itertools.compress(samples, itertools.cycle(from_first))
 
 
 class ByShardMethod(IterableDataset[Any]):
@@ -237,7 +247,11 @@ class KeptStream(IterableDataset[Any]):
     # In a worker, `get_worker_info().dataset` is this object. Code that reads or sets its attributes means those of the
     # data set.
 
+    # `_has_ended`: the current or last iteration has reached its end.
+    # `_ends_at_once`: the next iteration is empty, because the iteration of the loaded state had ended.
+
     def __init__(self, dataset: StatefulIterable) -> None:
+        # Not by assignment: `__setattr__` sets attributes of the data set, except those that exist here.
         vars(self).update(dataset=dataset, _has_ended=False, _ends_at_once=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -271,8 +285,9 @@ class KeptStream(IterableDataset[Any]):
         if self._has_ended:
             return iter(())
         samples = iter(self.dataset)
-        is_stateful = keeps_state(samples)  # torchdata then saves the iterator's own state
-        return samples if is_stateful else self._watched(samples)
+        # torchdata saves the state of an iterator that has one, instead of this object's.
+        iterator_has_state = keeps_state(samples)
+        return samples if iterator_has_state else self._watched(samples)
 
     def __len__(self) -> int:
         """Return the data set's length. Raises TypeError if it has none."""
@@ -313,6 +328,13 @@ def is_divided(dataset: object) -> bool:
 
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
     """Return the iterable that replaces `dataset` in the loader of one rank, so that ranks read different samples.
+
+    Args:
+        dataset: an iterable data set, or an iterable of batches.
+        rank, world: this rank and the number of data-parallel ranks.
+        num_workers: loader workers of each rank.
+        block: block size of a `ShardedIterable` that has none.
+        name: name of the loader for messages.
 
     Raises:
         ConfigurationError: there are several ranks or workers and the data set does not declare how it is divided.

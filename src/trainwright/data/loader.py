@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import isolate_rng
 from trainwright.data.combined import CombinedLoader, PreparedCombined, is_list_of_values, is_tree, map_leaves
+from trainwright.data.dealer import Dealer
+from trainwright.data.dealer_choice import dealer_for, is_distributed
 from trainwright.data.iterable import (
     ByShardMethod,
     KeptStream,
@@ -27,7 +29,7 @@ from trainwright.data.iterable import (
 from trainwright.data.loader_options import LoaderOptions, check_divisible
 from trainwright.data.order import epoch_key
 from trainwright.data.prepared import PreparedLoader
-from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, SplitBatchShard, mix_seeds
+from trainwright.data.sampler import ShardedBatchSampler
 from trainwright.data.seeding import (
     Indexed,
     IsolatedFetches,
@@ -37,6 +39,7 @@ from trainwright.data.seeding import (
     fetch_seeded,
     sample_key,
 )
+from trainwright.data.user_sampler import BatchShard, SplitBatchShard, mix_seeds
 
 
 def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
@@ -59,8 +62,12 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
     Call this function on every rank, because it may communicate through `agree`.
 
     Raises:
-        ConfigurationError: the loader is empty, an iterable does not declare how it is divided, ranks are uneven with
-            the policy "error", or `per_sample_rng` is used with an iterable.
+        ConfigurationError: the object is not a loader or is already prepared, the loader is empty, an iterable does not
+            declare how it is divided, ranks are uneven with the policy "error" (or one has no batch, with "stop"),
+            `per_sample_rng` is used with an iterable, or the batches cannot be divided for `split_batches`.
+
+    Warns:
+        TrainwrightWarning: the object is a data set, or an evaluation shuffles.
     """
     prepared = _prepare(loader, options)
     prepared.count_batches()
@@ -73,7 +80,7 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
-        # Each member yields this rank's own batches; the combination is padded as one loader.
+        # Members do not pad: each yields this rank's own batches, and the combination is padded as one loader.
         of_member = replace(options, lockstep=False)
         members = map_leaves(lambda member: _prepare(member, of_member), loader.iterables)
         return PreparedCombined(loader, members, options)
@@ -106,7 +113,7 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
 def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
     """Check that each batch of a loader can be divided over the ranks. Return the options for this division.
 
-    If the loader drops incomplete batches, all ranks drop the last one together.
+    If the loader drops incomplete batches, the policy becomes "stop": all ranks drop the last one together.
 
     Raises:
         ConfigurationError: the loader has no batch size, the batch size is not divisible by the number of ranks, or the
@@ -117,7 +124,7 @@ def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
             f"split_batches=True divides each batch of a DataLoader over {options.world} processes. {options.title} is "
             f"a {type(loader).__name__} without a batch size. Give the DataLoader one, or pass split_batches=False."
         )
-    if _is_distributed(loader):
+    if is_distributed(loader):
         raise ConfigurationError(
             "split_batches=True divides each batch of a DataLoader, and its sampler divides the data already. Remove "
             "the distributed sampler, or pass split_batches=False."
@@ -137,7 +144,7 @@ class _PreparedByIndex(PreparedLoader):
 
     def use(self, options: LoaderOptions) -> None:
         super().use(options)
-        # The numbers of batches depend on it.
+        # The numbers of batches depend on `completes`, which is False for data that is not divided.
         self._dealer.completes = self._completes
         if self._is_dealt:
             self._counts = self._dealer.counts()
@@ -162,11 +169,14 @@ class _PreparedByIndex(PreparedLoader):
 
     # Passes that follow one another are dealt as one: micro-batch m of all passes goes to rank m mod world, and is
     # micro-batch m mod n of its pass. With n = 3 and two ranks, rank 0 gets 0, 2 and then 1; rank 1 gets 1 and 0, 2.
+    # Passes are not dealt as one if each rank has its own data, or a part of every micro-batch (`SplitBatchShard`).
 
     @property
     def _cycle_length(self) -> int | None:
-        """Number of micro-batches of one pass over all ranks. None if passes are not dealt as one."""
-        return self._dealer.micro_batches_left if self._is_dealt else None
+        """Number of micro-batches of one pass over all ranks. None if unknown, or if passes are not dealt as one."""
+        if not self._is_dealt or self._dealer.world != self.options.world:
+            return None
+        return self._dealer.micro_batches_left
 
     def place_in_cycles(self, start_batch: int) -> tuple[int, int]:
         length = self._cycle_length
@@ -186,6 +196,8 @@ class _PreparedByIndex(PreparedLoader):
         try:
             # This rank's first micro-batch in the pass. In pass 1 of the example, rank 0 has 1 and rank 1 has 0.
             self._dealer.rank = (rank - cycle * length) % self.options.world
+            # The dealer's iterator reads its rank when it is created. If rounds are completed, it also reads it later,
+            # but then `length` is a multiple of the number of ranks, and the rank is unchanged.
             return super().cycle(cycle, start_batch)
         finally:
             self._dealer.rank = rank
@@ -197,7 +209,8 @@ class _PreparedByIndex(PreparedLoader):
         if sets_epoch(self._loader):  # first: its length may depend on the epoch
             self._loader.set_epoch(epoch)
         if resume is not None and not self._is_dealt:
-            # Samples and micro-batches are counted over all ranks. This rank's own data is read by this rank alone.
+            # The counts of samples and micro-batches in a position are sums over all ranks, but this rank alone reads
+            # its own data.
             resume = {"batch": resume["batch"]}
         self._dealer.set_epoch(epoch, resume)
 
@@ -205,17 +218,18 @@ class _PreparedByIndex(PreparedLoader):
         counts = self._dealer.counts()
         if counts is None or self._is_dealt:
             return counts
-        return counts[0]
+        return counts[0]  # this rank's own data: the dealer has world=1
 
 
 class PreparedDataLoader(_PreparedByIndex):
     """Prepared DataLoader over a map-style data set, which can start at any position."""
 
     def __init__(self, loader: DataLoader[Any], options: LoaderOptions) -> None:
-        dealer, self._is_dealt = _dealer_for(loader, options)
+        dealer, self._is_dealt = dealer_for(loader, options)
         super().__init__(loader, options, dealer=dealer)
         slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._seeds = _WorkerSeeds(loader)
+        # Set by StatefulDataLoader.load_state_dict (torchdata 0.11) for its next iterator.
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigurationError(
                 f"{options.title} got a state by load_state_dict before it was passed to the Trainer. The position in "
@@ -285,7 +299,7 @@ class PreparedDataLoader(_PreparedByIndex):
     def filler(self) -> Any:
         """Return the first batch of the epoch, fetched in this process."""
         if not self._is_dealt and self._dealer.counts() == [0]:
-            return super().filler()  # an error: this rank's own data is empty
+            return super().filler()  # raises the error: this rank's own data is empty
         slot = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         alone = copy_loader(self._loader, num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
         vars(alone)[slot] = [self._dealer.first()]
@@ -298,7 +312,8 @@ class PreparedSequence(_PreparedByIndex):
 
     def __init__(self, batches: Indexed, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
-        rank, world = (options.rank, options.world) if self._is_dealt else (0, 1)
+        rank = options.rank if self._is_dealt else 0
+        world = options.world if self._is_dealt else 1
         completes = options.completes_rounds and world > 1
         dealer = BatchShard(SequentialSampler(batches), rank=rank, world=world, seed=options.seed, completes=completes)
         super().__init__(batches, options, dealer=dealer)
@@ -311,12 +326,12 @@ class PreparedSequence(_PreparedByIndex):
             key = sample_key(self.options.seed, self.epoch, 0 if self._is_dealt else self.options.rank)
             return fetch_seeded(self.raw.__getitem__, self._dealer, key)
         if start_batch == 0 and self._dealer.world == 1:
-            return iter(self.raw)
+            return iter(self.raw)  # the object's own iterator, which may be faster than `[index]`
         return map(self.raw.__getitem__, self._dealer)
 
     def filler(self) -> Any:
         if len(self.raw) == 0:
-            return super().filler()  # an error: this rank's own data is empty
+            return super().filler()  # raises the error: this rank's own data is empty
         return self.raw[0]
 
 
@@ -345,9 +360,10 @@ class PreparedIterable(PreparedLoader):
                 name=options.title,
             )
         super().__init__(loader, options, dealer=self._counting_dealer(dataset, loader, options))
-        self._dataset = dataset
+        self._dataset = dataset  # this rank's part; the user's object if it is not divided here
+        # The next two are None for an iterable of batches, which is not a DataLoader.
         self._seeds: _WorkerSeeds | None = None
-        self._turns: SeededTurns | None = None
+        self._turns: SeededTurns | None = None  # also None without workers, or if the loader has no state
         self._loader = dataset
         if data_loader is not None:
             self._seeds = _WorkerSeeds(data_loader)
@@ -370,7 +386,7 @@ class PreparedIterable(PreparedLoader):
             "worker_init_fn": WorkerPlace(options.rank, options.world, options.worker_start(loader.worker_init_fn)),
             "generator": generator,
         }
-        if size is not None and size != loader.batch_size:
+        if size is not None and size != loader.batch_size:  # divided for `split_batches`
             changes["batch_size"] = size
             changes["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
         if self._turns is not None:
@@ -407,7 +423,7 @@ class PreparedIterable(PreparedLoader):
         except (TypeError, NotImplementedError):
             return None
         if self._seeds is not None:
-            # torch compares it with the number of batches fetched and would warn.
+            # `len` stores the data set's length here, and torch (2.13) would warn when more batches are fetched.
             vars(self._loader)["_IterableDataset_len_called"] = None
         return length
 
@@ -430,7 +446,7 @@ class PreparedIterable(PreparedLoader):
     def _load_own(self, state: Mapping[str, Any], *, at_epoch_start: bool) -> None:
         is_state_of_workers = self._num_workers > 0 and not self._loader.persistent_workers
         if at_epoch_start and is_state_of_workers:
-            return  # the workers have ended with their epoch
+            return  # the workers that had this state ended with their epoch, and new ones start from the beginning
         if state["num_workers"] != self._num_workers:
             raise ConfigurationError(
                 f"{self.options.title}: the checkpoint holds the states of num_workers={state['num_workers']}, which "
@@ -439,7 +455,9 @@ class PreparedIterable(PreparedLoader):
             )
         self._state_source.load_state_dict(state["state"])
         if at_epoch_start:
-            self._begin_pass()  # the pass that has ended; the next one begins where it ended
+            # Open the pass that has ended, without reading from it: the state then takes effect as in the interrupted
+            # run, and the next pass begins where this one ended.
+            self._begin_pass()
 
     def _counting_dealer(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
         """Return a `Dealer` that computes numbers of batches but divides nothing, or None if they are unknown."""
@@ -466,8 +484,8 @@ class PreparedIterable(PreparedLoader):
 class _WorkerSeeds:
     """Seeds of a loader's workers, computed from (seed, epoch, rank).
 
-    torch draws these seeds from a global generator, whose state differs after a resume. If the loader has its own
-    generator, this generator is used.
+    torch draws these seeds from a global generator, whose state differs after a resume. If the user's loader has its
+    own generator, that one is used, and the user seeds it.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -475,6 +493,7 @@ class _WorkerSeeds:
         self.generator = torch.Generator() if self._is_ours else loader.generator
 
     def turn_to(self, options: LoaderOptions, epoch: int) -> None:
+        """Seed the generator for an epoch. Call this before the loader's iterator is created, which draws from it."""
         if self._is_ours:
             key = mix_seeds(epoch_key(options.seed, epoch), options.rank)
             self.generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
@@ -489,103 +508,6 @@ def _warn_of_workers_without_epoch(loader: DataLoader[Any], options: LoaderOptio
             TrainwrightWarning,
             stacklevel=2,
         )
-
-
-def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer, bool]:
-    """Return the sampler that replaces the loader's sampler, and whether it divides the data over all ranks."""
-    batched = loader.batch_sampler is not None
-    divides_itself = _is_distributed(loader)
-    # shuffle=False requests the order of the data, whatever the sampler is. A distributed sampler is only replaced if
-    # the data is divided here instead.
-    in_order = options.shuffle is False and _has_plain_batches(loader)
-    if divides_itself and not options.use_distributed_sampler:
-        in_order = False
-    is_dealt = options.world == 1
-    if options.use_distributed_sampler and (in_order or not divides_itself):
-        is_dealt = True
-    rank = options.rank if is_dealt else 0
-    world = options.world if is_dealt else 1
-    seeding = _seeding(loader, options)
-    completes = options.completes_rounds and world > 1
-    dealer: Dealer
-    if in_order or _has_default_sampler(loader):
-        # A user's SequentialSampler may have another data source than the loader's data set.
-        data = loader.dataset if in_order else cast(SequentialSampler, loader.sampler).data_source
-        batch_size = (loader.batch_size or 1) if batched else 1
-        if batched and options.split_batches:
-            batch_size //= world
-        dealer = ShardedBatchSampler(
-            cast(Sized, data),
-            batch_size,
-            shuffle=_shuffles(loader, options),
-            seed=options.seed,
-            drop_last=batched and loader.drop_last,
-            rank=rank,
-            world=world,
-            single=not batched,
-            seeding=seeding,
-            completes=completes,
-        )
-    else:
-        sampler: Any = loader.batch_sampler if batched else loader.sampler
-        kind = SplitBatchShard if options.split_batches and world > 1 else BatchShard
-        dealer = kind(sampler, rank=rank, world=world, seed=options.seed, seeding=seeding, completes=completes)
-    if not is_dealt:
-        dealer.stream = options.rank
-    return dealer, is_dealt
-
-
-def _seeding(loader: DataLoader[Any], options: LoaderOptions) -> Seeding:
-    has_workers = loader.num_workers > 0
-    if options.per_sample_rng:
-        return "sample in worker" if has_workers else "sample here"
-    # Without workers, samples draw from the generators of this process, which checkpoints contain.
-    return "batch" if has_workers else "none"
-
-
-def _has_default_sampler(loader: DataLoader[Any]) -> bool:
-    """Return whether the sampler is the default one of DataLoader for `shuffle=`."""
-    if not _has_plain_batches(loader):
-        return False
-    sampler: Any = loader.sampler
-    if _is_plain(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return type(sampler) is SequentialSampler
-
-
-def _has_plain_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether batches are successive indices of the sampler, or single indices."""
-    if loader.batch_sampler is None:
-        return True
-    return loader.batch_size is not None and _is_plain(loader.batch_sampler, BatchSampler)
-
-
-def _is_plain(sampler: object, kind: type) -> bool:
-    """Return whether a sampler is torch's own, or its replacement in torchdata's StatefulDataLoader."""
-    if type(sampler) is kind:
-        return True
-    name = (type(sampler).__module__, type(sampler).__name__)  # compared by name: torchdata may not be installed
-    return name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
-
-
-def _shuffles(loader: DataLoader[Any], options: LoaderOptions) -> bool:
-    if options.shuffle is not None:
-        return options.shuffle
-    is_random = _is_plain(loader.sampler, RandomSampler)
-    if not is_random or options.stage == "train":
-        return is_random
-    is_kept = options.world == 1
-    effect = "it is kept." if is_kept else f"with {options.world} ranks the data is visited in its own order."
-    warnings.warn(
-        f"{options.title} has shuffle=True. Evaluation does not need it; {effect}", TrainwrightWarning, stacklevel=2
-    )
-    return is_kept
-
-
-def _is_distributed(loader: DataLoader[Any]) -> bool:
-    """Return whether the user's sampler divides the data over ranks itself, as torch's DistributedSampler does."""
-    parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return any(hasattr(part, "num_replicas") and sets_epoch(part) for part in parts)
 
 
 def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any]:
@@ -604,8 +526,9 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
 def holds_loaders(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
     """Return whether an object is a sequence or mapping of loaders rather than of batches.
 
-    True if its first leaf is a DataLoader, a CombinedLoader or an iterator, or if all entries are lists of numbers and
-    texts, as in Lightning. Other iterables may be batches.
+    True if its first leaf is a DataLoader, a CombinedLoader or an iterator. Also True if all entries at a level above
+    this leaf are lists of numbers and texts, as in Lightning: `[[1, 2], [3, 4]]` contains two loaders. Other iterables
+    may be batches.
     """
     if not is_tree(tree):
         return False
@@ -613,5 +536,5 @@ def holds_loaders(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
         entries = tree.values() if isinstance(tree, Mapping) else tree
         if all(map(is_list_of_values, entries)):
             return True
-        tree = next(iter(entries))  # down to the first leaf
+        tree = next(iter(entries))  # one level down, towards the first leaf
     return isinstance(tree, (DataLoader, CombinedLoader, Iterator))

@@ -11,8 +11,9 @@ from trainwright.data.workers import Workers, WorkerStart
 
 Stage = Literal["train", "validate", "test", "predict"]
 Uneven = Literal["pad", "stop", "error"]
-Agree = Callable[[list[int]], list[list[int]]]
+Agree = Callable[[list[int]], list[list[int]]]  # this rank's integers → those of every rank, in rank order
 
+# The hook of a task or data module that returns the loader of each stage.
 LOADER_METHODS = {
     "train": "train_dataloader",
     "validate": "val_dataloader",
@@ -26,8 +27,8 @@ class LoaderOptions:
     """Options for preparing loaders for one data-parallel rank.
 
     Args:
-        stage: `"train"`, `"validate"`, `"test"` or `"predict"`. In the last three, data is only shuffled if the user's
-            loader shuffles and there is one rank. Default: `"train"`.
+        stage: `"train"`, `"validate"`, `"test"` or `"predict"`. In the last three, the default sampler of a loader with
+            `shuffle=True` only shuffles if there is one rank, or with the option `shuffle=True`. Default: `"train"`.
         rank: this data-parallel rank. Default: 0.
         world: number of data-parallel ranks. Default: 1.
         seed: seed of the order, equal on every rank. The DataLoader's `generator` only seeds workers. Default: 0.
@@ -51,7 +52,7 @@ class LoaderOptions:
             are not divided by index are not changed. Default: False.
         split_batches: divide each batch of a DataLoader over the ranks. Default: False.
         workers: registry of the loaders' worker processes. Registered workers ignore SIGUSR1 and the first SIGTERM,
-            and the caller ends them with `workers.close()`. Default: None.
+            and the caller ends them with `workers.close()`. Default: None, where torch ends the worker processes.
         name: name of the loader for messages. Default: None, the name of the stage's hook.
 
     Raises:
@@ -96,11 +97,14 @@ class LoaderOptions:
         return self.name or LOADER_METHODS[self.stage]
 
     def evaluating(self, stage: Stage) -> LoaderOptions:
-        """Return the options of an evaluation in the same run."""
+        """Return the options of an evaluation in the same run, with the policy "pad"."""
         return replace(self, stage=stage, uneven="pad")
 
     def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """Return the user's `worker_init_fn`. If `workers` is set, return a `WorkerStart` that calls it."""
+        """Return the `worker_init_fn` of the prepared loader. `own` is that of the user's loader.
+
+        If `workers` is set, a `WorkerStart` that calls `own`; otherwise `own` itself, which may be None.
+        """
         return WorkerStart(own) if self.workers is not None else own
 
 

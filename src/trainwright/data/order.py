@@ -50,8 +50,9 @@ def epoch_key(seed: int, epoch: int) -> int:
 
 
 class KeyedPermutation:
-    """Pseudo-random permutation of `range(n)` that is computed, not stored. The cipher never changes, because the
-    position in the data of checkpoints depends on it:
+    """Pseudo-random permutation of `range(n)` that is computed, not stored.
+
+    It is a cipher of the positions, which must never change, because positions in checkpoints depend on it:
 
     - Domain: words of 2h bits, h the least integer ≥ 3 with 2^(2h) ≥ n. A word is (left, right), h bits each, left
       high.
@@ -60,9 +61,10 @@ class KeyedPermutation:
     - Round: (left, right) → (right, left ⊕ F(right)), where, modulo 2⁶⁴, F(x) is: y = x·a + b; y = y ⊕ (y >> 32);
       y = y·0xBF58476D1CE4E5B9; the top h bits of y.
     - Six rounds, without undoing the last swap. A result ≥ n is enciphered again until it is < n ("cycle walking":
-      Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002); a Feistel network is a bijection of its
-      domain (Luby and Rackoff 1988), so the walk ends and is a bijection of `range(n)`. It is for shuffling, not for
-      encryption.
+      Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). A Feistel network is a bijection of its
+      domain (Luby and Rackoff 1988), so the walk ends and is a bijection of `range(n)`.
+
+    The permutation is for shuffling, not for encryption.
 
     Args:
         n: number of items; 0 to 2⁶².
@@ -95,7 +97,10 @@ class KeyedPermutation:
         return int(self.take([place])[0])
 
     def slice(self, start: int, stop: int) -> Indices:
-        """Return the items at positions `start <= i < stop`, int64 of shape (stop - start,). Clips both ends."""
+        """Return the items at positions `start <= i < stop`, int64 of shape (stop - start,).
+
+        Both ends are clipped to [0, n] first. The result is empty if `stop <= start`.
+        """
         start = max(0, start)
         stop = min(stop, self.n)
         return self.take(np.arange(start, max(start, stop), dtype=np.uint64))
@@ -108,23 +113,25 @@ class KeyedPermutation:
         for first in range(0, flat.size, _BLOCK):
             block = flat[first : first + _BLOCK]
             block[:] = self._encipher(block)
-        # All words that must walk on do so together: block by block, most time would be spent on short remainders.
+        # Encipher the results ≥ n of all blocks again together. Separately for each block, most time would be spent on
+        # the few words that remain after each pass.
         outside = np.flatnonzero(flat >= limit)
         while outside.size:
             for first in range(0, outside.size, _BLOCK):
-                which = outside[first : first + _BLOCK]
-                flat[which] = self._encipher(flat[which])
+                places_outside = outside[first : first + _BLOCK]
+                flat[places_outside] = self._encipher(flat[places_outside])
             outside = outside[flat[outside] >= limit]
         return flat.reshape(words.shape).view(np.int64)
 
     def _encipher(self, words: _Words) -> _Words:
+        """Return the words after six rounds. They may be ≥ n."""
         half = np.uint64(self._half_bits)
-        top = np.uint64(64 - self._half_bits)
+        top = np.uint64(64 - self._half_bits)  # a right shift by this number selects the top h bits
         left = words >> half
         right = words & np.uint64((1 << self._half_bits) - 1)
         mixed = np.empty_like(words)
         shifted = np.empty_like(words)
-        # numpy's uint64 arithmetic is modulo 2⁶⁴.
+        # numpy's uint64 arithmetic is modulo 2⁶⁴. `out=` reuses two buffers, which stay in the cache (see _BLOCK).
         for multiplier, offset in self._rounds:
             np.multiply(right, multiplier, out=mixed)
             np.add(mixed, offset, out=mixed)
@@ -140,13 +147,13 @@ class KeyedPermutation:
 
 
 class SequentialOrder:
-    """Order 0, 1, …, n - 1, with the interface of `ShuffledOrder`."""
+    """Order 0, 1, …, n - 1, with `n`, `slice` and `take` as in `ShuffledOrder`."""
 
     def __init__(self, n: int) -> None:
         self.n = n
 
     def slice(self, start: int, stop: int) -> Indices:
-        """Return `start, …, stop - 1`, shape (stop - start,), int64; both ends are clipped to [0, n]."""
+        """Return `start, …, stop - 1`, int64 of shape (stop - start,), after clipping both ends to [0, n]."""
         start = max(0, start)
         stop = min(stop, self.n)
         return np.arange(start, max(start, stop), dtype=np.int64)

@@ -12,7 +12,7 @@ import torch
 
 
 def pad_to(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `tensor` with zero rows appended up to `length` rows, and a mask of the real ones.
+    """Return `tensor` with zero rows appended up to `length` rows, and a mask that is True for its own rows.
 
     Args:
         tensor: shape (n, ...), n ≤ length, any dtype and device.
@@ -43,10 +43,10 @@ def trim(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int])
 
     Args:
         gathered: one tensor per rank, each of shape (length, ...); or these stacked, shape (world, length, ...).
-        counts: real rows of each rank, in rank order.
+        counts: number of real rows of each rank, in rank order.
 
     Raises:
-        ValueError: the numbers of tensors and counts differ, or a tensor has fewer rows than its count.
+        ValueError: the numbers of tensors and counts differ or are 0, or a tensor has fewer rows than its count.
     """
     if len(gathered) != len(counts) or not counts:
         raise ValueError(f"{len(gathered)} gathered tensors, but {len(counts)} counts.")

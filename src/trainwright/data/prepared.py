@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
 from trainwright.core.tree import copy_containers
+from trainwright.data.dealer import Dealer
 from trainwright.data.loader_options import LoaderOptions
-from trainwright.data.sampler import Dealer
 from trainwright.data.workers import Workers
 
 _END: Any = object()
-_CYCLE_STRIDE = 1 << 32
+_CYCLE_STRIDE = 1 << 32  # between the epoch numbers of an epoch's passes, see `cycle`; more than any run has epochs
 
 
 class PreparedLoader(ABC):
@@ -35,34 +35,41 @@ class PreparedLoader(ABC):
 
     Attributes:
         raw: the user's loader, unchanged.
-        options: the options of its preparation.
+        options: the options of its preparation, or of the last `use`.
         epoch: the epoch of the last `set_epoch`.
-        held_state: the state that `hold_state` or `freeze_state` has stored for `state_dict`. None if there is none.
+        held_state: the state that `state_dict` returns instead of the current one, stored by `hold_state`,
+            `freeze_state` or `keep_run_out` and removed by `release_state`. None if `state_dict` returns the current
+            state. A dict `{"loader": state}`, also with `"rng"` (see `hold_state`) and `"has_run_out"` (see
+            `keep_run_out`).
         ends_together: the iterators of all ranks end after the same round, also if the number of rounds is unknown.
     """
 
-    _is_dealt: bool = False
+    _is_dealt: bool = False  # `_dealer` divides the batches over all ranks
     ends_together: ClassVar[bool] = False
 
     def __init__(self, raw: Any, options: LoaderOptions, *, dealer: Dealer | None = None) -> None:
-        """Store the arguments. `dealer` divides batches over all ranks, or only computes positions."""
+        """Store the arguments. `dealer` divides batches over all ranks, or only computes positions and counts."""
         self.raw = raw
         self.options = options
         self.epoch = 0
         self._dealer = dealer
-        self._counts: list[int] | None = None  # batches of each rank in the epoch
-        self._fewest = 0  # the least of them, or 0
-        self._ended_at: int | None = None  # this rank's number of batches, in `_agreed`
-        self._state_source: Any = None  # object with the user's state_dict and load_state_dict
-        self._is_restored = False
+        # Batches of each rank in the epoch, set by `count_batches`. None if a rank's number is unknown.
+        self._counts: list[int] | None = None
+        self._fewest = 0  # the smallest of `_counts`; 0 if they are unknown
+        # This rank's number of batches, set by `_agreed` when its data has ended. None before, and if counts are known.
+        self._ended_at: int | None = None
+        # Object with the user's state_dict and load_state_dict, set by sub-classes. None if the loader is not stateful.
+        self._state_source: Any = None
         self.held_state: dict[str, Any] | None = None
+        # `load_state_dict` sets these three for the next pass:
+        self._is_restored = False
         self._rng_ahead: dict[str, Any] | None = None  # states of generators before the batch that is fetched ahead
-        self._has_run_out = False
+        self._has_run_out = False  # this rank had no further batch when the checkpoint was saved
         self._workers = Workers(options.workers)
-        self._loader: Any = None
+        self._loader: Any = None  # the copy of `raw` that is iterated over, set by sub-classes
 
     def use(self, options: LoaderOptions) -> None:
-        """Divide data as `options` say, and use their seed, from the next pass on. Not collective."""
+        """Replace the options for the next passes. Rank and world must be the same as before. Not collective."""
         self.options = options
         if self._dealer is not None:
             self._dealer.seed = options.seed
@@ -125,9 +132,9 @@ class PreparedLoader(ABC):
         return None
 
     def real_rows(self, batch: int) -> int | None:
-        """Return how many samples of this rank's batch in a round do not only complete it.
+        """Return the number of samples in this rank's batch that are not repeated to complete the round.
 
-        None if all samples are such, or if the number is unknown.
+        None if no sample is repeated, or if the number is unknown.
         """
         return None
 
@@ -167,8 +174,12 @@ class PreparedLoader(ABC):
                 `iterate(resume["batch"])` then begins with the next batch, and `num_batches` includes earlier rounds.
                 Default: None.
 
-        Call this method on every rank, because it communicates if `agree` was passed. Raises an error if the data has
-        no batch, if ranks are uneven with the policy "error", and if `resume` requires another number of ranks.
+        Call this method on every rank, because it communicates if the option `agree` is set.
+
+        Raises:
+            ConfigurationError: the data has no batch; ranks in lock step have different numbers of batches with the
+                policy "error", or none on one rank with the policy "stop"; the data that is divided over the ranks has
+                another length on some of them; or `resume` requires another number of ranks.
         """
         options = self.options
         if resume and resume.get("world", options.world) != options.world:
@@ -185,8 +196,10 @@ class PreparedLoader(ABC):
     def iterate(self, start_batch: int = 0) -> Iterator[Any]:
         """Return an iterator over this rank's batches of the current epoch, from round `start_batch` on.
 
-        No earlier batch is fetched. Without padding, the loader's own iterator is returned. The iterator only
-        communicates in evaluations in lock step over a loader without length: it calls `agree` once per round.
+        No earlier batch is fetched. If this rank has a batch in every round, the loader's own iterator is returned.
+
+        The iterator only communicates in lock step. In evaluations over a loader without length, it calls `agree` once
+        per round. If the option `lend` is set and a rank has no batch of its own, it calls `lend` once.
         """
         self.release_state()
         self._ended_at = None
@@ -239,7 +252,7 @@ class PreparedLoader(ABC):
     def check_resume(self, batch: int, *, has_state: bool) -> None:
         """Raise a ConfigurationError if an epoch cannot continue at round `batch`. Fetches nothing.
 
-        Later rounds than the first need `can_seek`, or a stateful loader whose state was restored (`has_state`).
+        Rounds after the first one need `can_seek`, or a stateful loader whose state was restored (`has_state`).
         """
         if batch == 0 or self.can_seek:
             return
@@ -270,6 +283,8 @@ class PreparedLoader(ABC):
             state: the result of `state_dict` on the same rank.
             at_epoch_start: the epoch of `state` has ended. The loader is advanced to the end of that epoch, and the
                 next `iterate(0)` starts from there, as in an uninterrupted run. Default: False.
+
+        Raises a ConfigurationError if the loader is not `stateful`.
         """
         self._check_stateful()
         self._load_own(state["loader"], at_epoch_start=at_epoch_start)
@@ -309,10 +324,10 @@ class PreparedLoader(ABC):
             vars(self._loader)["_iterator"] = None
 
     def keep_run_out(self, state: dict[str, Any] | None) -> None:
-        """Record that this rank has no further batch while other ranks continue.
+        """Record in `held_state` that this rank has no further batch while other ranks continue.
 
-        `state` is the loader's state before the last batches. A resumed run fetches one of these batches again for
-        padding.
+        `state` is the `held_state` before the rank's last group: a resumed run fetches the first batch of this group
+        again, as padding. None for a loader that is not stateful.
         """
         if self.stateful and state is not None:
             self.held_state = {**state, "has_run_out": True}
@@ -333,7 +348,7 @@ class PreparedLoader(ABC):
             ahead = list(itertools.islice(batches, 1))
             if not self._has_run_out:
                 return ahead, []
-            # The interrupted run had read the loader to its end.
+            # The interrupted run had read the loader to its end. The next epoch begins from the state after the end.
             for _ in batches:
                 pass
         self._has_run_out = False
@@ -350,7 +365,10 @@ class PreparedLoader(ABC):
         self._state_source.load_state_dict(state)
 
     def count_batches(self) -> None:
-        """Determine each rank's number of batches in the current epoch. Collective if `agree` was passed."""
+        """Determine each rank's number of batches in the current epoch. Collective if the option `agree` is set.
+
+        Raises a ConfigurationError as `set_epoch` does.
+        """
         counts = self._all_counts()
         self._counts = counts
         self._fewest = min(counts) if counts else 0
@@ -375,14 +393,17 @@ class PreparedLoader(ABC):
 
     @abstractmethod
     def _count(self) -> list[int] | int | None:
-        """Return the number of batches of every rank, or only this rank's number, or None if it is unknown, too."""
+        """Return a list with the number of batches of every rank, this rank's number alone, or None if unknown."""
 
     @abstractmethod
     def _open(self, start_batch: int) -> Iterator[Any]:
-        """Return the iterator over this rank's real batches from `start_batch` on."""
+        """Return the iterator over this rank's real batches from `start_batch` on. Implementations call `_begin`."""
 
     def filler(self) -> Any:
-        """Return a padding batch for a rank that has no batch of its own."""
+        """Return a padding batch for a rank that has no batch of its own.
+
+        Raises a ConfigurationError if the rank has no data for it.
+        """
         raise ConfigurationError(
             f"{self.options.title}: rank {self.options.rank} has no batches, and nothing to pad with. Give every "
             'rank data, or pass uneven="stop".'
@@ -391,6 +412,7 @@ class PreparedLoader(ABC):
     # Details
 
     def _all_counts(self) -> list[int] | None:
+        """Return the number of batches of every rank, or None if one is unknown. Collective with `agree`."""
         counts = self._count()
         options = self.options
         if options.world == 1 or options.agree is None:
@@ -404,39 +426,45 @@ class PreparedLoader(ABC):
             if len(set(of_ranks)) > 1:
                 raise _different_lengths(options.title, [name.removeprefix("num_") for name in lengths], of_ranks)
             return counts
-        # Each rank has its own loader. All take part, also one without a length: a collective cannot depend on what one
-        # rank knows.
+        # Each rank has its own loader. Ranks without a length (-1) must call `agree`, too: other ranks may have one,
+        # and every rank must take part in a collective.
         count = -1 if counts is None else counts
         by_rank = [row[0] for row in options.agree([count])]
         return None if min(by_rank) < 0 else by_rank
 
     def _unsized(self, start_batch: int) -> Iterator[Any]:
+        """Return the iterator of a loader without length, after the check that a new epoch has a first batch."""
         resumed = self._is_restored or start_batch > 0
         batches = self._open(start_batch)
         if resumed or self.options.world > 1:
-            return batches  # an empty remainder may be right; between ranks, `iterate_groups` checks it
+            # A resumed epoch may have no further batch. On several ranks, `iterate_groups` checks for an empty epoch.
+            return batches
         first = list(itertools.islice(batches, 1))
         if not first:
             raise ConfigurationError(
                 f"{self.options.title} is empty: it gave no batch in epoch {self.epoch}. A generator yields its items "
                 "only once: pass an object whose __iter__ restarts each time."
             )
-        return itertools.chain((first.pop() for _ in range(1)), batches)  # without keeping a reference to the batch
+        # A generator of one batch: the list itself would reference the batch as long as the epoch lasts.
+        first_batch = (first.pop() for _ in range(1))
+        return itertools.chain(first_batch, batches)
 
     def _padded(self, start_batch: int, own_count: int, rounds: int) -> Iterator[Any]:
         """Yield this rank's `own_count` batches, and then the last one until all `rounds` are over.
 
-        3 of 5 rounds, from round 1 on: batches 1 and 2, and twice a copy of batch 2. From round 4 on: one `filler`.
+        3 own batches in 5 rounds, from round 1 on: batches 1 and 2, and twice a copy of batch 2. From round 4 on: one
+        `filler`.
         """
         num_left = own_count - start_batch
-        padding = _END
+        padding = _END  # no batch yet
         if num_left > 0:
             batches = self._open(start_batch)
             yield from itertools.islice(batches, num_left - 1)
             padding = next(batches, _END)
             if padding is _END:
-                return  # shorter than declared: the loop detects it by counting
-            yield copy_containers(padding)  # the step may change its batch, by `batch.pop("labels")` for example
+                return  # the loader is shorter than its length: the loop counts batches and reports it
+            # Each time a copy: the step may change its batch, for example by `batch.pop("labels")`.
+            yield copy_containers(padding)
         if padding is _END:
             padding = self.filler()
         for _ in range(rounds - max(own_count, start_batch)):
@@ -445,7 +473,10 @@ class PreparedLoader(ABC):
     def _with_loan(
         self, start_batch: int, own_count: int, rounds: int, lend: Callable[[Any], list[Any]]
     ) -> Iterator[Any]:
-        """Yield the batches of `_padded`. Ranks without any get the first one of the rank with most. Collective."""
+        """Yield the batches of `_padded`. Ranks without a batch repeat the first one of another rank. Collective.
+
+        The lender is the first of the ranks with the most batches.
+        """
         assert self._counts is not None  # checked by the caller
         lender = self._counts.index(rounds)
         batches = self._padded(start_batch, own_count, rounds) if own_count > 0 else iter(())
@@ -459,19 +490,19 @@ class PreparedLoader(ABC):
                 yield copy_containers(loan)
 
     def _agreed(self, batches: Iterator[Any], first_round: int) -> Iterator[Any]:
-        """Yield batches, then padding until the last rank has ended. Exchanges in each round which ranks have one."""
+        """Yield batches, then padding until the last rank has ended. Each round exchanges which ranks have a batch."""
         options = self.options
         if options.agree is None:
             raise ConfigurationError(
                 f"{options.title} has no length, and in lock step {options.world} ranks must agree where it ends: "
                 "prepare it with agree=."
             )
-        for index in itertools.count(first_round):
+        for round_index in itertools.count(first_round):
             batch = _END
             if self._ended_at is None:
                 batch = next(batches, _END)
                 if batch is _END:
-                    self._ended_at = index
+                    self._ended_at = round_index
             have_batch = [row[0] for row in options.agree([int(batch is not _END)])]  # 1 or 0 for each rank
             if not any(have_batch):
                 return
@@ -479,21 +510,21 @@ class PreparedLoader(ABC):
                 if options.uneven == "stop":
                     return
                 if options.uneven == "error":
-                    raise uneven_error(options.title, [index + has for has in have_batch], "error")
-            # A rank that ends later pads with its own last batch.
-            if index == first_round and not all(have_batch):
+                    raise uneven_error(options.title, [round_index + has for has in have_batch], "error")
+            # A rank that ends in a later round pads with its own last batch, which is then in `delivered`.
+            if round_index == first_round and not all(have_batch):
                 if options.lend is not None:
                     lender = have_batch.index(1)
-                    last = options.lend(batch if options.rank == lender else None)[lender]
+                    delivered = options.lend(batch if options.rank == lender else None)[lender]
                 elif batch is _END:
-                    last = self.filler()
+                    delivered = self.filler()
             if batch is not _END:
-                last = batch
+                delivered = batch
             del batch
-            yield copy_containers(last)
+            yield copy_containers(delivered)
 
     def _begin(self, start_batch: int) -> None:
-        """Check that the epoch can begin at `start_batch`. A restored state counts for one pass only."""
+        """Check that the epoch can begin at `start_batch`. A restored state is valid for one pass only."""
         is_restored = self._is_restored
         self._is_restored = False
         self.check_resume(start_batch, has_state=is_restored)
@@ -517,7 +548,8 @@ def uneven_error(name: str, counts: list[int], policy: str) -> ConfigurationErro
 def _different_lengths(title: str, names: list[str], of_ranks: list[tuple[int, ...]]) -> ConfigurationError:
     """Return the error for ranks whose values of `names` differ, such as `names=["batches", "samples"]`.
 
-    It names the values that differ, and one rank for each: "10 samples on rank 0, 12 samples on rank 3".
+    `of_ranks` contains the values of each rank. The message names the values that differ, and the first rank with each:
+    "10 samples on rank 0, 12 samples on rank 3".
     """
     differing = [i for i in range(len(names)) if len({values[i] for values in of_ranks}) > 1]
     lengths = []

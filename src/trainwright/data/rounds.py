@@ -18,41 +18,44 @@ def rounds_of_batches(
     Args:
         batches: lists of samples.
         world: number of processes.
-        size: samples of a full batch. None: unknown. Batches may then differ in size.
-        drop_last: drop an incomplete last round.
+        size: samples of a full batch. None if unknown: batches may then differ in size.
+        drop_last: drop an incomplete last round. A round is also incomplete if its last batch is shorter than `size`.
         completes: complete an incomplete last round: with samples of the first round, or with its batches if `size` is
-            None. False: the last round may have fewer than `world` batches, and its last batch may be short.
+            None. With False the last round may have fewer than `world` batches, and its last batch may be short.
         first: number of batches before the first round that is yielded. Default: 0.
     """
-    beginning: list[Sequence[Any]] = []  # the first `world` batches
-    present: list[Sequence[Any]] = []  # of the present round
+    first_round: list[Sequence[Any]] = []  # the first `world` batches, also if `first` skips them
+    current_round: list[Sequence[Any]] = []
     for number, batch in enumerate(batches):
-        if len(beginning) < world:
-            beginning.append(batch)
+        if len(first_round) < world:
+            first_round.append(batch)
         if number < first:
             continue
-        if len(present) == world:  # a batch sampler of the user had a short batch here
-            yield present, _number_of_samples(present)
-            present = []
-        present.append(batch)
-        if len(present) == world and (size is None or len(batch) == size):
-            yield present, _number_of_samples(present)
-            present = []
-    if drop_last or not present:
+        if len(current_round) == world:
+            # The round ended with a short batch. It is not the last round, because a batch follows: a user's batch
+            # sampler yields short batches anywhere.
+            yield current_round, _number_of_samples(current_round)
+            current_round = []
+        current_round.append(batch)
+        # A round that ends with a short batch may be the last one, which is completed or dropped below.
+        if len(current_round) == world and (size is None or len(batch) == size):
+            yield current_round, _number_of_samples(current_round)
+            current_round = []
+    if drop_last or not current_round:
         return
-    num_samples = _number_of_samples(present)
+    num_samples = _number_of_samples(current_round)
     if not completes:
-        yield present, num_samples
+        yield current_round, num_samples
     elif size is None:
-        yield completed(present, beginning, world), num_samples
+        yield completed(current_round, first_round, world), num_samples
     else:
-        samples = completed(chain.from_iterable(present), chain.from_iterable(beginning), size * world)
+        samples = completed(chain.from_iterable(current_round), chain.from_iterable(first_round), size * world)
         yield [samples[size * index : size * (index + 1)] for index in range(world)], num_samples
 
 
-def completed(found: Iterable[Any], first: Iterable[Any], size: int) -> list[Any]:
-    """Return `size` entries: those of `found`, then those of `first`, which are repeated as often as needed."""
-    return list(islice(chain(found, cycle(first)), size))
+def completed(entries: Iterable[Any], repeated: Iterable[Any], size: int) -> list[Any]:
+    """Return the first `size` of `entries`, followed as needed by those of `repeated`, over and over again."""
+    return list(islice(chain(entries, cycle(repeated)), size))
 
 
 def real_rows(num_samples: int, batches: Sequence[Sequence[Any]], index: int) -> int:
@@ -63,8 +66,9 @@ def real_rows(num_samples: int, batches: Sequence[Sequence[Any]], index: int) ->
         batches: the batches of the round.
         index: index of the process.
     """
-    before = sum(map(len, batches[:index]))
-    return min(len(batches[index]), max(0, num_samples - before))
+    # 5 samples completed to three batches of 2, of which the last sample is repeated: the batches have 2, 2 and 1.
+    num_of_earlier = _number_of_samples(batches[:index])
+    return min(len(batches[index]), max(0, num_samples - num_of_earlier))
 
 
 def _number_of_samples(batches: Sequence[Sequence[Any]]) -> int:

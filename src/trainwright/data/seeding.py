@@ -21,10 +21,11 @@ from trainwright.core.rng import isolate_rng
 from trainwright.data.order import derive_key, epoch_key
 
 _WORD = (1 << 64) - 1
-# Indices of words that derive_key returns for an epoch's key. The cipher of the order uses the words 0 to 11. `stream`,
-# which is 0 or a rank, is added to the first two.
+# Indices of words that derive_key returns for an epoch's key. They differ from 0 to 11, the words in the cipher of the
+# order. `stream`, which is 0 or a rank, is added to them.
 _BATCH_STREAM = 1 << 32
 _SAMPLE_STREAM = 1 << 33
+# Index of a word for the seed of a batch's first sample.
 _COLLATE_STREAM = 1 << 34
 
 
@@ -41,7 +42,7 @@ def numbers_of_global_generators() -> tuple[float, float, float]:
 
 
 class HeldGenerator:
-    """NumPy's or Python's generator of a sampler, with one interface for both."""
+    """NumPy's or Python's generator in an attribute of a sampler, with one interface for both."""
 
     def __init__(self, generator: np.random.Generator | np.random.RandomState | random.Random) -> None:
         self._generator = generator
@@ -100,8 +101,8 @@ def sample_key(seed: int, epoch: int, stream: int = 0) -> int:
 
 
 def _unpickle_seeded(value: object, seed: int) -> Any:
-    """Return `value`, after seeding the generators in a loader worker. Called when a worker unpickles its input."""
-    # torch has no hook that runs in a worker before each batch, but it unpickles the batch's indices there.
+    """Return `value`. In a loader worker, which unpickles its input, the generators are seeded before."""
+    # torch (2.13) has no hook that runs in a worker before each batch, but it unpickles the batch's indices there.
     if get_worker_info() is not None:
         seed_global_generators(seed)
     return value
@@ -139,18 +140,25 @@ class SeededIndex(int):
         return _unpickle_seeded, (int(self), self.seed)
 
 
-class SeededTurn:
-    """Seed for workers of an iterable data set, which receive no indices. Unpickled as None."""
+class SeededInput:
+    """Input of another type for a worker, with a seed. Unpickled as `value`.
 
-    def __init__(self, seed: int) -> None:
+    `value` is a text or bytes index, or None for an iterable data set in a loader without batches, which ignores it.
+    """
+
+    def __init__(self, value: str | bytes | None, seed: int) -> None:
+        self.value = value
         self.seed = seed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle_seeded, (None, self.seed)
+        return _unpickle_seeded, (self.value, self.seed)
 
 
 def seeded(indices: object, seed: int) -> Any:
-    """Return a list of indices or an integer index with a seed for the worker, and other types unchanged."""
+    """Return a list of indices or an integer index with a seed for the worker.
+
+    Objects of other types, also of sub-classes, are returned unchanged, without a seed.
+    """
     if type(indices) is list:
         return SeededIndices(indices, seed)
     if type(indices) is int:
@@ -183,7 +191,11 @@ class SampleSeeds(list[Any]):
 
 
 def sample_seed(key: int, index: Any) -> int:
-    """Return the 64-bit seed of the sample at `index`."""
+    """Return the 64-bit seed of the sample at `index`.
+
+    Raises:
+        ConfigurationError: `index` is not an integer, text, bytes or tuple.
+    """
     try:
         return derive_key(key, operator.index(index) & _WORD)
     except TypeError:
@@ -199,9 +211,10 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
     """Yield the batches of indices, or single indices, with a seed for every sample.
 
     Args:
-        batches: batches of a sampler.
+        batches: batches of indices, or single indices, from a sampler. A tuple counts as a batch.
         key: see `sample_key`.
-        here: True if this process fetches the data, directly after an index is drawn. False if workers fetch the data.
+        here: True if this process fetches the data, directly after an index is drawn: a single index is then yielded
+            without a seed, after the generators are seeded. False if workers fetch the data.
     """
     for indices in batches:
         if isinstance(indices, Iterable) and not isinstance(indices, (str, bytes)):
@@ -211,6 +224,8 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
         if here:
             seed_global_generators(seed)
             yield indices
+        elif isinstance(indices, (str, bytes)):
+            yield SeededInput(indices, seed)
         else:
             yield seeded(operator.index(indices), seed)
 
@@ -251,7 +266,7 @@ class IsolatedFetches(Iterator[Any]):
 
 
 def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) -> Iterator[Any]:
-    """Yield `fetch(index)` for each index, with the generators seeded for the sample. Restores the generators."""
+    """Yield `fetch(index)` for each index, with the generators seeded for the sample. They are restored after it."""
     for index in indices:
         with isolate_rng():
             seed_global_generators(sample_seed(key, index))
@@ -263,13 +278,18 @@ def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) 
 class SeededTurns(Sampler[Any]):
     """Sampler of a loader over an iterable data set. It sends one seed per batch to the workers, instead of indices.
 
-    The state is the number of seeds that were sent. A loader that restores this state continues with the same seeds.
+    The state is the number of seeds that were sent, and their key. torchdata's StatefulDataLoader saves and restores
+    it, and then continues with the same seeds.
+
+    Attributes:
+        batch_size: samples in a batch. None for a loader without batches.
+        key: key of the epoch's seeds, set by `turn_to`.
     """
 
     def __init__(self, batch_size: int | None) -> None:
         self.batch_size = batch_size
         self.key = 0
-        self._next = 0
+        self._next = 0  # index of the next seed
 
     def turn_to(self, key: int) -> None:
         """Start with the seeds of another epoch; see `batch_key`."""
@@ -290,7 +310,7 @@ class SeededTurns(Sampler[Any]):
             seed = derive_key(self.key, self._next)
             self._next += 1
             if self.batch_size is None:
-                yield SeededTurn(seed)
+                yield SeededInput(None, seed)
             else:
                 # torch takes as many samples from an iterable data set as the list has entries.
                 yield SeededIndices([None] * self.batch_size, seed)

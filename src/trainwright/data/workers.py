@@ -20,10 +20,10 @@ import torch
 
 from trainwright.core.errors import ConfigurationError
 
-_SOCKET_BYTES = 107  # of a socket's path, on Linux
-_NAME_BYTES = len("/pymp-12345678/listener-12345678")  # created by Python in the temporary folder
-_PATIENCE_S = 2.0  # for workers to finish their current sample
-_POLL_S = 0.5
+_SOCKET_BYTES = 107  # maximum length of a socket's path, on Linux
+_NAME_BYTES = len("/pymp-12345678/listener-12345678")  # path that Python appends to the temporary folder
+_PATIENCE_S = 2.0  # time for workers to finish their current sample
+_POLL_S = 0.5  # interval at which a worker checks its parent, and time to end after an interrupt
 _TOGETHER_S = 1.0  # signals within this time count as one
 
 B = TypeVar("B", bound=Iterator[Any])
@@ -34,6 +34,9 @@ class WorkerStart:
 
     These signals announce the end of a run, and the system sends them to workers, too. The training process must finish
     its step and save a checkpoint, and then ends the workers (see `Workers`). Workers also end when it is killed.
+
+    Args:
+        then: the user's `worker_init_fn`, which is called last. None if there is none.
 
     Raises:
         ConfigurationError: workers cannot send tensors, because the path of the temporary folder is too long.
@@ -89,26 +92,34 @@ def _end_with_parent() -> None:
     """End this process soon after its parent has been killed. Torch's own check runs every 5 seconds."""
     parent_id = os.getppid()
     parent = multiprocessing.parent_process()
-    # The child of an ended process gets another parent. Only `is_alive` detects this if it was before `getppid`.
+    # The child of an ended process gets another parent, so `getppid` changes. If the parent ended before the first
+    # `getppid`, only `is_alive` detects it.
     while os.getppid() == parent_id and (parent is None or parent.is_alive()):
         time.sleep(_POLL_S)
     if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # torch's loop ends, and cleans up
+        # A KeyboardInterrupt in the main thread: torch's loop ends and removes its files.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(2 * _POLL_S)
     os._exit(1)
 
 
 class Workers:
-    """Workers of one or several loaders, which `close` ends. They are also added to `within`, if it is not None.
+    """Workers of one or several loaders, which `close` ends.
+
+    Each prepared loader has its own `Workers`. Its `within` are those of the run (`LoaderOptions.workers`), which then
+    contain the workers of all loaders. None if torch alone ends the workers of a loader's passes.
 
     torch ends the workers of a pass when the pass is no longer referenced. The traceback of an error references it
     until the interpreter ends, and the interpreter would then wait for workers that ignore signals.
     """
 
     def __init__(self, within: Workers | None = None) -> None:
-        self._within = within  # a larger set that these belong to
+        self._within = within
+        # Iterators of torch or torchdata with workers. A pass that is no longer referenced has ended its workers.
         self._passes: WeakSet[Any] = WeakSet()
-        self._last: Any = None  # of one loader: kept until `end_pass`, else torch ends it in its own way
+        # The loader's last pass, until `end_pass`. The reference keeps torch from ending the workers when the loop
+        # drops the iterator. None without `within`, without workers, or after `end_pass`.
+        self._last: Any = None
         self._process_id = os.getpid()
         _all.add(self)
 
@@ -124,8 +135,8 @@ class Workers:
     def end_pass(self) -> None:
         """End the workers of the loader's last pass, unless they are persistent. Takes seconds at most.
 
-        torch would end them when the iterator is deleted, where a Ctrl-C is lost, and would wait for workers that are
-        reading a sample.
+        Without `within`, torch ends them instead: when the iterator is deleted, where a Ctrl-C is lost, and after
+        waiting for workers that are reading a sample.
         """
         last = self._last
         self._last = None
@@ -151,16 +162,21 @@ class Workers:
 _all: WeakSet[Workers] = WeakSet()
 
 
-@atexit.register  # before multiprocessing's own, which waits for workers indefinitely
+# Runs before multiprocessing's own exit function, which was registered earlier and waits for workers indefinitely.
+@atexit.register
 def _end_all() -> None:
     for workers in list(_all):
         workers.close()
 
 
 def _end(passes: list[Any]) -> None:
-    """End the workers of iterators of torch or torchdata, and release the iterators' resources in this process."""
-    broken: list[Any] = []
-    stopping: list[Any] = []
+    """End the workers of iterators of torch or torchdata, and release the iterators' resources in this process.
+
+    First all workers are requested to end. Those that do not end are interrupted, and then killed. The attributes are
+    those of torch 2.13's `_MultiProcessingDataLoaderIter`, which torchdata (0.11) has, too.
+    """
+    broken: list[Any] = []  # iterators with a killed or failed worker
+    stopping: list[Any] = []  # workers that were requested to end
     for batches in passes:
         if batches._worker_pids_set:  # otherwise torch would raise in this process when one of them is killed
             batches._worker_pids_set = False
@@ -172,7 +188,7 @@ def _end(passes: list[Any]) -> None:
         # torch's own request to end. All workers receive it before the first wait, so that they end at the same time.
         batches._workers_done_event.set()
         for queue in batches._index_queues:
-            with contextlib.suppress(ValueError):  # closed
+            with contextlib.suppress(ValueError):  # the queue is closed
                 queue.put(None)
         stopping.extend(batches._workers)
     _wait_for(stopping)
@@ -191,7 +207,7 @@ def _end(passes: list[Any]) -> None:
 def _interrupt(workers: list[Any]) -> None:
     """Interrupt workers in their current sample, so that they remove their files from the temporary folder.
 
-    The caller must kill a worker that catches the interrupt or runs code that does not check for it.
+    Afterwards the caller must kill those that are still alive: code may catch the interrupt or not check for it.
     """
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
@@ -200,6 +216,7 @@ def _interrupt(workers: list[Any]) -> None:
 
 
 def _wait_for(workers: list[Any], patience_s: float = _PATIENCE_S) -> None:
+    """Wait until all workers have ended, at most `patience_s`."""
     deadline = time.monotonic() + patience_s
     while True:
         alive = [worker for worker in workers if worker.is_alive()]

@@ -36,15 +36,20 @@ def resolved_yaml(parser: ArgumentParser, settings: Namespace) -> str:
 
 
 def _without_unserializable(value: object) -> Any:
+    """Return the YAML data without the texts that stand for values that could not be written, at any depth."""
     if isinstance(value, dict):
-        return {
-            key: _without_unserializable(item)
-            for key, item in value.items()
-            if not (isinstance(item, str) and item.startswith(_NOT_SERIALIZABLE))
-        }
+        kept_items = {}
+        for key, item in value.items():
+            if not _is_unserializable(item):
+                kept_items[key] = _without_unserializable(item)
+        return kept_items
     if isinstance(value, list):
-        return [_without_unserializable(item) for item in value]
+        return [_without_unserializable(item) for item in value if not _is_unserializable(item)]
     return value
+
+
+def _is_unserializable(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(_NOT_SERIALIZABLE)
 
 
 def save_config(text: str, folder: Path, *, name: str = CONFIG_NAME, overwrite: bool = False) -> Path:

@@ -16,7 +16,7 @@ from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import Topology, detect
 
 _SYSTEM = Path("/sys")
-_TASKS = Path("/proc/self/task")
+_TASKS = Path("/proc/self/task")  # one entry for each thread of this process
 
 
 def get_cpu_distributed_information() -> Topology:
@@ -39,15 +39,20 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     nodes = sorted((_SYSTEM / "devices/system/node").glob("node[0-9]*/cpulist"), key=_number)
     if len(nodes) < 2:
         return
-    of_gpu = _of_gpu(local_process_index)
-    share = local_process_index * len(nodes) // max(detect().local_world_size, local_process_index + 1)
-    cores = _cores(nodes[share] if of_gpu is None else of_gpu) & os.sched_getaffinity(0)
+    core_list = _of_gpu(local_process_index)
+    if core_list is None:
+        # For example 4 processes on 2 nodes: processes 0 and 1 get node 0, and processes 2 and 3 get node 1.
+        num_processes = max(detect().local_world_size, local_process_index + 1)
+        core_list = nodes[local_process_index * len(nodes) // num_processes]
+    cores = _cores(core_list) & os.sched_getaffinity(0)
     if not cores:
         return
-    for task in _TASKS.iterdir():  # the threads that torch has started
-        with contextlib.suppress(ProcessLookupError):
+    for task in _TASKS.iterdir():  # also the threads that torch has started
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(task.name), cores)
-    if read_variable("ACCELERATE_DEBUG_MODE", as_flag) if verbose is None else verbose:
+    if verbose is None:
+        verbose = read_variable("ACCELERATE_DEBUG_MODE", as_flag)
+    if verbose:
         logging.getLogger(__name__).warning("process %d runs on the cores %s", local_process_index, sorted(cores))
 
 
@@ -72,12 +77,14 @@ def _of_gpu(index: int) -> Path | None:
 
 def _cores(file: Path) -> set[int]:
     """Return the cores in a list such as `0-3,8`."""
-    found: set[int] = set()
-    for part in filter(None, file.read_text().strip().split(",")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+    cores: set[int] = set()
+    for part in file.read_text().strip().split(","):
+        if part:  # a node without cores has an empty list
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def _number(file: Path) -> int:
+    """Return the number of a NUMA node: `…/node10/cpulist` → 10."""
     return int(re.sub(r"\D", "", file.parent.name))

@@ -14,11 +14,12 @@ class DeviceType:
         module: import name of the package that adds the type to torch; `""` if unknown. None if torch has the type.
         install: package or command to install if torch finds no device of the type. `""` if unknown.
         backend: backend of torch.distributed that supports this type. None means that gloo is used.
-        visible: environment variable that lists the devices that a process may use.
+        visible: environment variable that lists the devices that a process may use. Default:
+            `"CUDA_VISIBLE_DEVICES"`, also for types that have no such variable.
         distributed_type: member of `DistributedType` for runs with several processes.
         copies_beside: copies with `non_blocking=True` from and to pinned host memory are safe, and run asynchronously
             to host and device. False for the CPU and MPS: with torch 2.13, such a copy may read freed or overwritten
-            memory.
+            memory. Also False for types on which this has not been tested.
         has_float64: the device computes in float64.
         is_unified: the device shares the memory of the host and has no index. Several processes run on the CPU instead.
     """
@@ -71,22 +72,27 @@ DEVICE_TYPES = {
 _OTHER = DeviceType("", copies_beside=False)  # any other type that a package adds to torch
 
 NAMED = tuple(name for name in DEVICE_TYPES if name not in ("cpu", "xla", "meta"))
-"""The types that `Trainer(accelerator=)` accepts by name, beside those that a package has added to torch."""
+"""The types that `Trainer(accelerator=)` accepts by name, in addition to those that a package has added to torch."""
 
 
 def properties(kind: str) -> DeviceType:
-    """Return the properties of a type of device. An unknown type gets those of a type that a package adds."""
+    """Return the properties of a type of device, under torch's name of it. Unknown types are regarded as types that an
+    unknown package adds to torch.
+    """
     return DEVICE_TYPES.get(kind, _OTHER)
 
 
 def advice(kind: str) -> str:
     """Return the end of an error message for a missing device: the package to install or to check. Empty if unknown."""
-    found = properties(kind)
-    if not found.install:
+    device_type = properties(kind)
+    if not device_type.install:
         return ""
-    if found.module is not None and importlib.util.find_spec(found.module) is not None:
-        return (
-            f" {found.module} is installed, but added no device to torch: check the driver, and that "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD is not 0."
-        )
-    return f" It needs {'' if found.module is None else f'the package {found.module}: '}{found.install}."
+    module = device_type.module
+    if module is None:
+        return f" It needs {device_type.install}."
+    if importlib.util.find_spec(module) is None:
+        return f" It needs the package {module}: {device_type.install}."
+    return (
+        f" {module} is installed, but added no device to torch: check the driver, and that "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD is not 0."
+    )

@@ -16,22 +16,28 @@ from trainwright.core.errors import ConfigurationError
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder is writable or can be created. Leaves no files. Raises a ConfigurationError if the check
-    fails. An existing folder with write access is not changed, not even its modification time.
+    """Check that a folder is writable or can be created. Leaves no files.
+
+    An existing folder with write access is not changed, not even its modification time.
+
+    Raises:
+        ConfigurationError: the folder is not writable and cannot be created.
     """
     folder = folder.absolute()
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # also false on a read-only disk
         return
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    # Create a folder, for the system's own reason of a failure. This also fails if `nearest` is a file.
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".trainwright-", dir=nearest))
     except OSError as error:
-        why = error.strerror or str(error)
+        reason = error.strerror or str(error)
         raise ConfigurationError(
-            f"cannot write into {folder}: {nearest}: {why}. Pass another dirpath or Trainer(default_root_dir=…)."
+            f"cannot write into {folder}: {nearest}: {reason}. Pass another dirpath or Trainer(default_root_dir=…)."
         ) from error
 
 
+# `s3://bucket`, or a chain of fsspec such as `simplecache::s3://bucket`. At least two letters, unlike `C:` of Windows.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
 
 
@@ -53,8 +59,10 @@ def parent_url(url: str) -> str:
 def local_folder(root: Path, url: str) -> Path:
     """Return the path below `root` for local copies of `url`. Its name is readable, unique, and without passwords."""
     url = url.rstrip("/")
-    words = re.sub(r"[^A-Za-z0-9_.]+", "-", url.rpartition("@")[2]).strip("-.")[-60:]  # no password in a path
-    return root / f"{words}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    without_password = url.rpartition("@")[2]
+    words = re.sub(r"[^A-Za-z0-9_.]+", "-", without_password).strip("-.")[-60:]
+    digest = hashlib.sha256(url.encode()).hexdigest()[:8]
+    return root / f"{words}-{digest}"
 
 
 @contextlib.contextmanager
@@ -72,7 +80,8 @@ def lock_folder(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
     """Return a context that locks `folder` against other processes that call this function.
 
     Blocks until no other process is in the context. After `patience_s` seconds, the context is entered without the
-    lock, because a stopped process never leaves the context. The same holds at once on a file system without locks.
+    lock, because a stopped process never leaves the context. On a file system without locks, and on Windows, the
+    context is entered without the lock immediately.
     """
     with _lockable(folder) as lock:
         end = time.monotonic() + patience_s
@@ -80,26 +89,32 @@ def lock_folder(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
             try:
                 lock("LOCK_EX")
                 break
-            except BlockingIOError:
+            except BlockingIOError:  # another process has the lock
                 time.sleep(0.002)
-            except OSError:
+            except OSError:  # a file system without locks
                 break
         yield
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a running process has called `mark_in_use`. False on a file system without locks."""
+    """Return whether a running process has marked `folder` by `mark_in_use`. False without locks, as on Windows."""
     with _lockable(folder) as lock:
         try:
             lock("LOCK_EX")
-        except OSError as error:  # a file system without locks raises another one
-            return isinstance(error, BlockingIOError)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return False
         return False
 
 
 @contextlib.contextmanager
 def _lockable(folder: Path) -> Iterator[Callable[[str], None]]:
-    """Yield a function that locks a folder without waiting, and unlock the folder at the end. No effect on Windows."""
+    """Yield a function that locks a folder without waiting, and unlock the folder at the end. No effect on Windows.
+
+    The function receives `"LOCK_SH"` (shared) or `"LOCK_EX"` (exclusive). It raises a BlockingIOError if another
+    process has the lock, and another OSError on a file system without locks.
+    """
     if os.name == "nt":
         yield lambda kind: None
         return
@@ -109,7 +124,7 @@ def _lockable(folder: Path) -> Iterator[Callable[[str], None]]:
     try:
         yield lambda kind: fcntl.flock(handle, getattr(fcntl, kind) | fcntl.LOCK_NB)
     finally:
-        # Closing alone would leave a lock with processes that were forked while it was held.
+        # Closing alone does not unlock the folder while processes exist that were forked in the context.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

@@ -13,14 +13,16 @@ _TIMEOUT_S = 5.0
 def local_files_only(name: str, file: str = "config.json") -> bool:
     """Return the argument `local_files_only` for `from_pretrained`: True if the hub is unreachable, but a copy exists.
 
+    False if `name` is a local path, or if the hub answers, also with an error, which `from_pretrained` then raises.
+
     This function makes one request and waits at most 5 s for it. huggingface_hub would retry for half a minute.
 
     Args:
-        name: A file, a folder, or a model's name on the hub.
-        file: A file that `from_pretrained` needs; it is requested. Default: `"config.json"`.
+        name: a file, a folder, or a model's name on the hub.
+        file: a file that `from_pretrained` needs; it is requested. Default: `"config.json"`.
 
     Raises:
-        ConfigurationError: The hub cannot be reached, and this machine has no copy of the file.
+        ConfigurationError: the hub cannot be reached, and this machine has no copy of the file.
         MissingPackageError: huggingface_hub is not installed.
     """
     if Path(name).exists():
@@ -29,8 +31,8 @@ def local_files_only(name: str, file: str = "config.json") -> bool:
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, file), timeout=_TIMEOUT_S)
     except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError):
-        return False  # the library's own error for it says more
-    except Exception as error:  # its HTTP library differs between versions
+        return False  # `from_pretrained` raises a more precise error
+    except Exception as error:  # of the HTTP library, which differs between versions of huggingface_hub
         if isinstance(hub.try_to_load_from_cache(name, file), str):
             return True
         reason = " ".join(str(error).split())

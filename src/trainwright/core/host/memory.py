@@ -26,8 +26,10 @@ _OUT_OF_MEMORY = (
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # no workspace could be allocated for any algorithm
 )
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_LARGEST_MMAP_THRESHOLD = 2**25  # bytes that glibc accepts
+# Parameters of glibc's `mallopt`, from malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_MMAP_THRESHOLD = 2**25  # the largest value that glibc accepts, in bytes
 
 
 def keep_freed_memory(keep: bool) -> None:
@@ -45,20 +47,23 @@ def keep_freed_memory(keep: bool) -> None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return
+    # Blocks up to this size are allocated from the heap. Larger ones are mapped, and always returned when freed.
     library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    # -1 never returns the end of the heap. Otherwise use glibc's own ratio of twice the mmap threshold.
     library.mallopt(_M_TRIM_THRESHOLD, -1 if keep else 2 * _LARGEST_MMAP_THRESHOLD)
     if not keep:
         library.malloc_trim(0)
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Return whether an exception, or one of its causes, means that memory of a device or of the host ran out.
+    """Return whether an exception, or one of its causes (`raise … from`), means that memory ran out.
 
-    Detects `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of torch's allocators, cuBLAS and cuDNN. A
-    process that the operating system kills for its memory raises no error, and cannot be detected.
+    Memory is that of a device or of the host. Detects `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of
+    torch's allocators, cuBLAS and cuDNN. A process that the operating system kills for its memory raises no error, and
+    cannot be detected.
     """
     error: BaseException | None = exception
-    seen: set[int] = set()
+    seen: set[int] = set()  # causes may form a cycle
     while error is not None and id(error) not in seen:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
@@ -90,27 +95,33 @@ def available_host_memory_bytes() -> int:
 
 
 def _available_in_meminfo() -> int | None:
+    """Return the available bytes according to the Linux kernel. None on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:  # not Linux
         return None
-    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0][1]) * 1024 if found else None
+    for line in lines:
+        if line.startswith("MemAvailable:"):  # as in "MemAvailable:   12345 kB"
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _left_in_control_group() -> int | None:
     """Return the bytes that this process's control group (container) may still use. None if the group has no limit."""
+    # Files of control groups version 2, then of version 1.
     for folder, limit_name, used_name, cache_name in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            limit, used = (int(Path(folder, name).read_text(encoding="ascii")) for name in (limit_name, used_name))
-            facts = dict(line.split() for line in Path(folder, "memory.stat").read_text(encoding="ascii").splitlines())
+            limit = int(Path(folder, limit_name).read_text(encoding="ascii"))
+            used = int(Path(folder, used_name).read_text(encoding="ascii"))
+            lines = Path(folder, "memory.stat").read_text(encoding="ascii").splitlines()
+            statistics = dict(line.split() for line in lines)
         except (OSError, ValueError):  # another version of control groups, or no limit ("max")
             continue
-        # Clean file pages are released when memory is needed.
-        return max(0, limit - used + int(facts.get(cache_name, 0)))
+        # Clean file pages count as used, but are released when memory is needed.
+        return max(0, limit - used + int(statistics.get(cache_name, 0)))
     return None
 
 
@@ -136,12 +147,12 @@ def release_memory(*objects: object) -> list[Any]:
     To release the caller's references, assign the result: `a, b = release_memory(a, b)`.
 
     Returns:
-        None for each object.
+        A list with None for each object.
     """
-    found: list[Any] = [None] * len(objects)
-    del objects
+    results: list[Any] = [None] * len(objects)
+    del objects  # this function's own references
     clear_device_cache(garbage_collection=True)
-    return found
+    return results
 
 
 def find_executable_batch_size(
@@ -163,7 +174,7 @@ def find_executable_batch_size(
             the size and rounds down.
 
     Raises:
-        TypeError: a call passed the batch size.
+        TypeError: a call passed the batch size, or `function` has no positional parameter for it.
         BatchSizeError: not even the smallest batch size fits. A RuntimeError, whose cause is the last out-of-memory
             error. Other errors of `function` are raised unchanged.
     """
@@ -174,7 +185,7 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     tried = function
-    batch_size = starting_batch_size
+    batch_size = starting_batch_size  # kept between calls
 
     @functools.wraps(tried)
     def call(*args: object, **options: object) -> Any:
@@ -203,26 +214,28 @@ def _without_frames(error: Exception) -> Exception:
     """Remove the tracebacks of an error and of its causes, because their frames keep the failed attempt's tensors
     alive.
     """
-    left: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = None
-            left += [each.__cause__, each.__context__]
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()  # by id, because exceptions may define `==`
+    while waiting:
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = None
+            waiting += [current.__cause__, current.__context__]
     return error
 
 
 def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise an error if a call passes the batch size."""
+    """Raise a TypeError if a call passes the batch size, or if `function` has no parameter for it."""
     parameters = list(inspect.signature(function).parameters.values())
     name = getattr(function, "__name__", type(function).__name__)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if not positional and not takes_any:
         raise TypeError(f"{name} takes no batch size. Make it the first argument: def {name}(batch_size, ...).")
-    if (positional and positional[0].name in options) or (not takes_any and len(args) + 1 > len(positional)):
+    is_passed_by_name = bool(positional) and positional[0].name in options
+    has_too_many = not takes_any and len(args) + 1 > len(positional)
+    if is_passed_by_name or has_too_many:
         raise TypeError(
             f"{name} was called with a batch size, which find_executable_batch_size passes already. Call it without: "
             f"{name}({', '.join(f'{p.name}=...' for p in positional[1:])})."

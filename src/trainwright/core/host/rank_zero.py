@@ -72,4 +72,4 @@ def rank_zero_warn(
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **options: object) -> None:
     """Issue a DeprecationWarning on the main process only. See `rank_zero_warn` for the arguments."""
-    rank_zero_warn(message, stacklevel + 1, DeprecationWarning, **options)
+    rank_zero_warn(message, stacklevel + 1, DeprecationWarning, **options)  # + 1 for this function's own frame

@@ -16,21 +16,23 @@ def check_versions(purpose: str = "strategy='xla'") -> None:
     """Check that torch_xla is installed and fits torch. Imports nothing.
 
     Args:
-        purpose: The option that needs torch_xla, for the error message.
+        purpose: the option that needs torch_xla, for the error message.
 
     Raises:
         ConfigurationError: torch_xla is not installed, or was built for another torch.
     """
     try:
-        theirs = metadata.version("torch_xla")
+        xla_version = metadata.version("torch_xla")
     except metadata.PackageNotFoundError:
-        theirs = None
-    ours = torch.__version__.split("+")[0]
-    wanted = theirs or "2.9.0"
-    if theirs is None or theirs.split(".")[:2] != ours.split(".")[:2]:
+        xla_version = None
+    torch_version = torch.__version__.split("+")[0]
+    wanted = xla_version or "2.9.0"
+    # torch_xla 2.9.x is built for torch 2.9.x.
+    if xla_version is None or xla_version.split(".")[:2] != torch_version.split(".")[:2]:
+        installed = "no torch_xla" if xla_version is None else f"torch_xla {xla_version}"
         raise ConfigurationError(
-            f"{purpose} needs torch_xla and the torch that it was built for. This environment has torch {ours} "
-            f"and {'no torch_xla' if theirs is None else f'torch_xla {theirs}'}. Run, in an environment of its own: "
+            f"{purpose} needs torch_xla and the torch that it was built for. This environment has torch "
+            f"{torch_version} and {installed}. Run, in an environment of its own: "
             f"pip install torch=={wanted} 'torch_xla[tpu]=={wanted}'"
         )
 
@@ -39,14 +41,14 @@ def load_xla(module: str = "") -> Any:
     """Import torch_xla, or a module of it.
 
     Raises:
-        ConfigurationError: See `check_versions`.
+        ConfigurationError: see `check_versions`.
     """
     check_versions()
     return require_package(f"torch_xla.{module}".rstrip("."), purpose="strategy='xla'")
 
 
 def join_devices(local_rank: int, local_world_size: int) -> str:
-    """Give each process of this machine one XLA device, and return the backend of torch.distributed for them.
+    """Assign one XLA device to each process of this machine, and return the name of a backend of torch.distributed.
 
     Call this function before the first use of a device. The returned backend numbers processes by their ranks in
     torch.distributed. torch_xla's own backend numbers processes by their devices, in an undocumented order. The
@@ -54,10 +56,10 @@ def join_devices(local_rank: int, local_world_size: int) -> str:
     only rank 0 reads the result.
 
     Args:
-        local_rank: Index of this process on its machine.
-        local_world_size: Number of processes on this machine.
+        local_rank: index of this process on its machine.
+        local_world_size: number of processes on this machine.
     """
-    # What `xmp.spawn` and torchrun with `init_method="xla://"` call in each process; it has no public name.
+    # `xmp.spawn`, and `init_method="xla://"` under torchrun, call this function in each process. It has no public name.
     load_xla("_internal.pjrt").initialize_multiprocess(local_rank, local_world_size)
     xla = load_xla()
     runtime = load_xla("runtime")
@@ -66,6 +68,7 @@ def join_devices(local_rank: int, local_world_size: int) -> str:
     class RankedGroup(backend.ProcessGroupXla):  # type: ignore[misc, name-defined]  # torch_xla has no types
         def __init__(self, store: TCPStore, rank: int, size: int, timeout: object) -> None:
             super().__init__(store, rank, size, timeout)
+            # An ordinal is torch_xla's index of a process. `_ordinals[rank]` is the ordinal of the process `rank`.
             store.set(f"ordinal/{rank}", str(runtime.global_ordinal()))
             self._ordinals = [int(store.get(f"ordinal/{other}")) for other in range(size)]
 
@@ -75,8 +78,11 @@ def join_devices(local_rank: int, local_world_size: int) -> str:
         def allgather(
             self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: object = None
         ) -> dist.Work:
-            places = [self._ordinals.index(ordinal) for ordinal in sorted(self._ordinals)]
-            return _run(super().allgather([[one[place] for place in places] for one in outputs], inputs, options))
+            # torch_xla fills the first tensor of a list from the process with ordinal 0, and so on. Sort the tensors of
+            # each list, which are in the order of the ranks, by the ordinals of the ranks.
+            ranks = [self._ordinals.index(ordinal) for ordinal in sorted(self._ordinals)]
+            sorted_outputs = [[tensors[rank] for rank in ranks] for tensors in outputs]
+            return _run(super().allgather(sorted_outputs, inputs, options))
 
         def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: object) -> dist.Work:
             return self.allgather([list(output.chunk(self.size()))], [own], options)
@@ -86,7 +92,7 @@ def join_devices(local_rank: int, local_world_size: int) -> str:
             return _run(super().broadcast(tensors, options))
 
     def _run(work: dist.Work) -> dist.Work:
-        xla.sync()
+        xla.sync()  # run the recorded operations, with the collective, now
         return work
 
     name = "xla_ranks"
@@ -99,8 +105,8 @@ class XLALibrary:
     """The functions of torch_xla that an engine uses.
 
     Args:
-        spmd: One process uses all devices of this machine. Within a process, True cannot change to False.
-        num_processes: Number of processes of the run.
+        spmd: one process uses all devices of this machine. After True, False is not possible in the same process.
+        num_processes: number of processes of the run.
 
     Raises:
         ConfigurationError: `spmd` is False, but was True in an earlier run of this process, or torch_xla's number of
@@ -109,13 +115,15 @@ class XLALibrary:
 
     def __init__(self, *, spmd: bool, num_processes: int = 1) -> None:
         self._xla = load_xla()
-        self._model, self._runtime = load_xla("core.xla_model"), load_xla("runtime")
+        self._model = load_xla("core.xla_model")
+        self._runtime = load_xla("runtime")
         self._metrics = load_xla("debug.metrics")
         if self._runtime.is_spmd() and not spmd:
             raise ConfigurationError(
                 "an earlier run of this process used all XLA devices (spmd=…), and torch_xla cannot leave that mode. "
                 "Start another process, or pass XLAStrategy(spmd='ddp')."
             )
+        # With spmd, this process is one replica, which uses all devices.
         self._num_replicas = 1 if self._runtime.is_spmd() else int(self._runtime.world_size())
         if num_processes == 1 and self._num_replicas > 1:
             raise ConfigurationError(
@@ -131,14 +139,15 @@ class XLALibrary:
             )
         if spmd:
             self._runtime.use_spmd()
-        self.seed: int | None = None
-        if not hasattr(torch, "xla"):
-            torch._register_device_module("xla", self)  # type: ignore[no-untyped-call]  # untyped; for core.rng
+        self.seed: int | None = None  # of the last `manual_seed_all`
+        if not hasattr(torch, "xla"):  # torch.get_device_module then returns this object; see core.rng
+            torch._register_device_module("xla", self)  # type: ignore[no-untyped-call]  # torch has no types here
         self.device: torch.device = self._xla.device()
-        module = torch.get_device_module(self.device)
-        if module.seed != torch.initial_seed():  # torch.manual_seed does not seed added devices
+        module = torch.get_device_module(self.device)  # this object, or that of an earlier run of this process
+        # torch.manual_seed does not seed devices that a package adds to torch. Seed the device unless that was done.
+        if module.seed != torch.initial_seed():
             module.manual_seed_all(torch.initial_seed())
-        self._mesh: Any = None
+        self._mesh: Any = None  # all devices along one axis, with `spmd`
         if spmd:
             self._sharding = load_xla("distributed.spmd")
             self.num_devices = int(self._runtime.global_runtime_device_count())
@@ -155,16 +164,19 @@ class XLALibrary:
 
     def num_compilations(self) -> int:
         """Return how many graphs have been compiled in this process."""
-        found = self._metrics.metric_data("CompileTime")
-        return int(found[0]) if found else 0
+        data = self._metrics.metric_data("CompileTime")  # its first entry is the count; None before the first
+        return int(data[0]) if data else 0
 
     def shard(self, tensor: torch.Tensor, dim: int) -> None:
-        """Divide a tensor over the devices along a dimension. Its size must be a multiple of the number of devices."""
-        places = [None] * tensor.dim()
-        places[dim] = "data"  # type: ignore[call-overload]  # the name of the mesh's axis
-        self._sharding.mark_sharding(tensor, self._mesh, tuple(places))
+        """Divide a tensor over the devices along a dimension. Its size must be a multiple of the number of devices.
 
-    # What torch asks a device's module for
+        Requires `spmd`.
+        """
+        axes = [None] * tensor.dim()  # the axis of the mesh for each dimension of the tensor; None does not divide it
+        axes[dim] = "data"  # type: ignore[call-overload]  # the name of the mesh's axis
+        self._sharding.mark_sharding(tensor, self._mesh, tuple(axes))
+
+    # Functions that torch and `core.rng` call in the module of a device type
 
     def get_rng_state(self, device: object = None) -> torch.Tensor:
         """Return the state of the device's generator as eight bytes."""

@@ -24,12 +24,14 @@ LIBRARIES = {
 }
 """Top-level package → the library's name."""
 
+# Older or separate top-level package → the module of the package `lightning` with the same names.
 _CANONICAL = {
     "pytorch_lightning": "lightning.pytorch",
     "lightning_fabric": "lightning.fabric",
     "lightning_utilities": "lightning.pytorch.utilities",
 }
 
+# Modules of accelerate for which Trainwright has a module of the same name.
 _EQUAL_MODULES = (
     "accelerator big_modeling commands.launch data_loader hooks inference launchers local_sgd logging optimizer "
     "parallelism_config scheduler state tracking utils"
@@ -58,7 +60,10 @@ MODULES: Mapping[str, str | None] = {
         )
     },
 }
-"""Module → Trainwright's module with the same names. Also for sub-modules. None: the same names mean other things."""
+"""Module → Trainwright's module with the same names. An entry also applies to sub-modules without an entry.
+
+None means that Trainwright has no such module: names of this module that Trainwright has elsewhere are other things.
+"""
 
 _T = TypeVar("_T")
 _FUNCTIONS = "trainwright.utilities.lightning_functions"
@@ -66,10 +71,12 @@ _SUMMARY = "model_summary.model_summary"
 
 
 def _each(names: str, answer: str) -> dict[str, str]:
+    """Return a dict from each of the names, separated by spaces, to the same answer."""
     return dict.fromkeys(names.split(), answer)
 
 
 def _in(module: str, names: str) -> dict[str, str]:
+    """Return a dict from each of the names, separated by spaces, to its full name in `module`."""
     return {name: f"{module}.{name}" for name in names.split()}
 
 
@@ -241,28 +248,33 @@ def own_module(module: str) -> str | None:
 
 
 def own_name(path: str) -> str | None:
-    """Return the full name of the counterpart of a `path` of Lightning or Accelerate. None: there is none."""
+    """Return the full name of the counterpart of a `path` of Lightning or Accelerate. None if it has no counterpart."""
     path = canonical(path)
     module, _, name = path.rpartition(".")
     renamed = RENAMED[LIBRARIES[path.partition(".")[0]]]
-    found = renamed.get(path) or renamed.get(name)
-    if found is not None:
-        return found
+    counterpart = renamed.get(path) or renamed.get(name)
+    if counterpart is not None:
+        return counterpart
     own = own_module(module)
-    return f"{own}.{name}" if own is not None and name in public_names(own) else None
+    if own is None or name not in public_names(own):
+        return None
+    return f"{own}.{name}"
 
 
 def public_names(module: str) -> Iterable[str]:
     """Return the public names of a package of Trainwright, or nothing if the package does not exist."""
     try:
-        found: Iterable[str] = getattr(import_module(module), "__all__", ())
+        names: Iterable[str] = getattr(import_module(module), "__all__", ())
     except ImportError:
         return ()
-    return found
+    return names
 
 
 def answer(name: str, library: str | None = None) -> str | None:
-    """Return a sentence with the replacement of another library's name. None for an unknown name."""
+    """Return a sentence with the replacement of another library's name. None for an unknown name.
+
+    `library` is a key of `ANSWERS`. Default: None, which searches all libraries.
+    """
     for known in [library] if library else ANSWERS:
         if name in RENAMED[known]:
             return f"{name} of {known} is {RENAMED[known][name]} here."
@@ -274,6 +286,7 @@ def answer(name: str, library: str | None = None) -> str | None:
 def answer_for(path: str) -> str:
     """Return a sentence with advice for a `path` of Lightning that has no counterpart."""
     module, _, name = path.rpartition(".")
+    # From the most specific entry to the packages that contain the name: `loops` for `lightning.pytorch.loops.FitLoop`.
     for key in (path, name, *reversed(module.split("."))):
         if key in _LIGHTNING:
             return f"{name} of Lightning is not here: {_LIGHTNING[key]}"
@@ -296,10 +309,12 @@ def missing(module: str, name: str, public: Iterable[str]) -> Exception:
 
 def _importing() -> bool:
     """Return whether the code three calls above runs `from … import …`: its current instruction is IMPORT_FROM."""
-    # Only the instruction tells the two apart. `hasattr` needs an AttributeError, whose text the import statement
-    # drops, and no class can be both errors, because their layouts conflict.
+    # Only the instruction distinguishes `from module import name` from `module.name` and `hasattr`. These need an
+    # AttributeError, whose text the import statement drops, and no class can be both errors, because their layouts
+    # conflict.
     import dis
 
+    # Frames: 0 is this function, 1 is `missing`, 2 is the module's `__getattr__`, 3 is the code that reads the name.
     frame = sys._getframe(3)
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
 
@@ -322,27 +337,38 @@ def check_class(argument: str, value: object, kind: type[_T]) -> _T:
     return value
 
 
-def _foreign_text(given: type, cls: type, library: str) -> str:
-    module = canonical(cls.__module__)
+def _foreign_text(value_class: type, cls: type, library: str) -> str:
+    """Return the message for an object of another library.
+
+    Args:
+        value_class: the object's class, which may be the user's sub-class of `cls`.
+        cls: the class of the library.
+        library: the library's name.
+    """
     name = cls.__name__
-    home = module
-    while home not in MODULES:
-        home = home.rpartition(".")[0]
-    own = RENAMED[library].get(name) or (f"{MODULES[home]}.{name}" if name not in ANSWERS[library] else None)
-    text = f"{given.__name__} is a {name} of {library}, not of Trainwright"
-    if own is None or own.startswith("None."):
+    listed_module = canonical(cls.__module__)  # then the nearest parent module that `MODULES` lists
+    while listed_module not in MODULES:
+        listed_module = listed_module.rpartition(".")[0]
+    own = RENAMED[library].get(name)
+    own_module_name = MODULES[listed_module]
+    if own is None and own_module_name is not None and name not in ANSWERS[library]:
+        own = f"{own_module_name}.{name}"
+    text = f"{value_class.__name__} is a {name} of {library}, not of Trainwright"
+    if own is None:
         return f"{text}. {answer(name, library) or 'Trainwright cannot use it.'}"
-    where = getattr(sys.modules.get(given.__module__), "__file__", None)
-    file = where if where is not None and given is not cls else None
-    target, _, new = own.rpartition(".")
+    # The file with the import to change: that of a sub-class. None if the object's class is the library's own.
+    file = None
+    if value_class is not cls:
+        file = getattr(sys.modules.get(value_class.__module__), "__file__", None)
+    new_module, _, new_name = own.rpartition(".")
     if file is not None and "site-packages" in Path(file).parts:
-        package = given.__module__.partition(".")[0]
+        package = value_class.__module__.partition(".")[0]
         return (
             f"{text}. It belongs to the installed package {package}, which Trainwright does not change. Call "
-            f"trainwright.as_{library.lower()}() before {package} is imported, or define a {new} in your program that "
-            f"has a {given.__name__} as an attribute and calls its methods."
+            f"trainwright.as_{library.lower()}() before {package} is imported, or define a {new_name} in your program "
+            f"that has a {value_class.__name__} as an attribute and calls its methods."
         )
     return (
-        f"{text}. Change `from {home} import {name}` to `from {target} import {new}`"
+        f"{text}. Change `from {listed_module} import {name}` to `from {new_module} import {new_name}`"
         f"{f' in {file}' if file else ''}, or run: trainwright migrate {file or 'FILE'}"
     )

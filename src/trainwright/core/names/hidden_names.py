@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+# tmp: a checkpoint that is being written, or a reserved name. old: a checkpoint that a new one replaces. del: one that
+# is being deleted.
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<role>tmp|old|del)-[0-9a-f]{16}")
 
 
@@ -27,11 +29,19 @@ def names_in(folder: Path | None) -> frozenset[str]:
 
 def claimed_names(folder: Path | None) -> frozenset[str]:
     """Return the names of checkpoints in a folder that are being written or that a running fit has reserved."""
-    names = () if folder is None or not folder.is_dir() else os.listdir(folder)
-    return frozenset(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")
+    if folder is None or not folder.is_dir():
+        return frozenset()
+    claimed = set()
+    for entry in os.listdir(folder):
+        hidden = split_hidden(entry)
+        if hidden is not None:
+            name, role = hidden
+            if role == "tmp":
+                claimed.add(name)
+    return frozenset(claimed)
 
 
-# What torch.compile, activation checkpointing and FSDP1 put between the dots of a parameter's name.
+# Parts that torch.compile, activation checkpointing and FSDP1 add between the dots of a parameter's name.
 _WRAPPER = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 

@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 Refuse = Callable[[str, object, list[str]], None]
-"""Called with a keyword, its value and the names of the parameters. Raises, or returns to skip the keyword."""
+"""Called with a keyword, its value and the names of the parameters. It raises an error. If it returns, the keyword is
+ignored.
+"""
 
 
 def known_arguments(refuse: Refuse) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import variable
 
-_SAYS_NOTHING = ("", "none", "default")
+_UNSET_WORDS = ("", "none", "default")  # values of a variable that mean the same as no variable
 FLAG_WORDS = {
     **dict.fromkeys(("true", "1", "yes", "y", "t", "on"), True),
     **dict.fromkeys(("false", "0", "no", "n", "f", "off"), False),
@@ -28,26 +28,26 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """Return 1 for a true text (`"true"`, `"yes"`, `"on"`, `"1"`, …) and 0 for a false one, or a bool with `to_bool`.
 
     Raises:
-        ValueError: The text is neither.
+        ValueError: the text is neither.
     """
-    found = as_flag(value)
-    return found if to_bool else int(found)
+    flag = as_flag(value)
+    return flag if to_bool else int(flag)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the truth value of an environment variable, or `default` if it is not set.
+    """Return the truth value of an environment variable, or `default` if it is not set, empty, `none` or `default`.
 
     Raises:
-        ConfigurationError: The variable has another value.
+        ConfigurationError: the variable has another value.
     """
-    found = read_variable(key, as_flag)
-    return default if found is None else bool(found)
+    flag = read_variable(key, as_flag)
+    return default if flag is None else bool(flag)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
     """Return an environment variable, or `default` if it is not set."""
-    found = variable(key)
-    return default if found is None else found
+    text = variable(key)
+    return default if text is None else text
 
 
 def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -> Any:
@@ -55,8 +55,8 @@ def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -
 
     Args:
         name: name of the variable.
-        read: Converts the variable's text. Raises ValueError for an invalid text.
-        more: Further metadata of the field.
+        read: converts the variable's text. It raises a ValueError for an invalid text. Default: `str`.
+        more: further metadata of the field.
     """
     return field(default=None, metadata={"variable": name, "read": read, **more})
 
@@ -65,11 +65,11 @@ def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -
 class KwargsHandler:
     """Base class of configuration dataclasses. A field that is None takes the value of its environment variable."""
 
-    _elsewhere: ClassVar[Mapping[str, str]] = {}  # attributes of Accelerate's class → what to do instead
+    _elsewhere: ClassVar[Mapping[str, str]] = {}  # missing attribute of Accelerate's class → sentence with advice
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):
-            # A property raised an AttributeError, for which Python calls this method. Show that error.
+            # Python calls this method also if a property raises an AttributeError. Raise that error again.
             return object.__getattribute__(self, name)
         text = f"{type(self).__name__} has no attribute {name!r}."
         if name in self._elsewhere:
@@ -77,40 +77,41 @@ class KwargsHandler:
         raise AttributeError(text)
 
     def __post_init__(self) -> None:
-        for one in _fields(self):
+        for one in fields(self):
             if "variable" in one.metadata and getattr(self, one.name) is None:
                 setattr(self, one.name, read_variable(one.metadata["variable"], one.metadata["read"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by their names."""
-        return {one.name: getattr(self, one.name) for one in _fields(self)}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields whose values differ from their defaults, by name."""
-        found: dict[str, Any] = {}
-        for one in _fields(self):
+        """Return the fields whose values differ from their defaults, by name. Values of variables are included."""
+        kwargs: dict[str, Any] = {}
+        for one in fields(self):
             default = one.default if one.default_factory is MISSING else one.default_factory()
             value = getattr(self, one.name)
             if value != default:
-                found[one.name] = value
-        return found
+                kwargs[one.name] = value
+        return kwargs
 
     def overridden(self, origin: str) -> Iterator[str]:
         """Yield a text for each variable that this object, passed as `origin`, overrides with another value."""
-        for one in _fields(self):
+        for one in fields(self):
             if "variable" not in one.metadata:
                 continue
             name = one.metadata["variable"]
-            said = read_variable(name, one.metadata["read"])
-            own = getattr(self, one.name)
-            if said is not None and own is not None and _text(said) != _text(own):
-                yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={own!r}."
+            in_environment = read_variable(name, one.metadata["read"])
+            passed = getattr(self, one.name)
+            are_set = in_environment is not None and passed is not None
+            if are_set and _text(in_environment) != _text(passed):
+                yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={passed!r}."
 
 
 def read_variable(name: str, read: Callable[[str], Any]) -> Any:
     """Return an environment variable's value, converted by `read`. None if it is unset, empty, `none` or `default`."""
     text = (variable(name) or "").strip()
-    if text.lower() in _SAYS_NOTHING:
+    if text.lower() in _UNSET_WORDS:
         return None
     try:
         return read(text)
@@ -118,9 +119,6 @@ def read_variable(name: str, read: Callable[[str], Any]) -> Any:
         raise ConfigurationError(f"{name}={text!r}: {error}.") from None
 
 
-def _fields(handler: Any) -> tuple[Field[Any], ...]:
-    return fields(handler)
-
-
 def _text(value: object) -> str:
+    """Return a value as text for comparison: variables contain names of enumeration members, in any case."""
     return str(value.name if isinstance(value, Enum) else value).lower()

@@ -16,7 +16,7 @@ from typing import Any
 
 # One line for each name, as type checkers require for re-exports in a stub.
 _LINE = re.compile(r"^from (\S+) import \(?\s*(\w+) as \2,?\s*\)?$", re.MULTILINE)
-_ALL = re.compile(r"^from (\S+) import \*$", re.MULTILINE)  # all names of a stub beside it
+_ALL = re.compile(r"^from (\S+) import \*$", re.MULTILINE)  # all names of another stub in the same folder
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -25,14 +25,15 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     For an unknown name, `__getattr__` raises the error of `foreign_names.missing`.
     """
 
-    homes = cache(partial(listed_names, file))
+    modules_by_name = cache(partial(listed_names, file))  # reads the stub at the first call
 
     def get(name: str) -> Any:
         if name == "__all__":
-            value: Any = sorted(homes())
-        elif name in homes():
-            home = homes()[name]
-            value = import_module(f"{package}.{name}") if home == package else getattr(import_module(home), name)
+            value: Any = sorted(modules_by_name())
+        elif name in modules_by_name():
+            module = modules_by_name()[name]
+            # The line `from package import name as name` names a sub-module of the package.
+            value = import_module(f"{package}.{name}") if module == package else getattr(import_module(module), name)
         elif name.startswith("__"):  # that Python and tools look up in every module
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         elif is_module(name):
@@ -40,7 +41,8 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         else:
             from trainwright.core.names.foreign_names import missing
 
-            raise missing(package, name, homes())  # it inspects the caller of this function
+            # Call it directly in this function: it inspects the frame of this function's caller.
+            raise missing(package, name, modules_by_name())
         setattr(sys.modules[package], name, value)  # the next access does not call this function
         return value
 
@@ -50,16 +52,16 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
     def names() -> list[str]:
         special = [name for name in vars(sys.modules[package]) if name.startswith("__")]
-        return sorted({*homes(), *special})
+        return sorted({*modules_by_name(), *special})
 
     return get, names
 
 
 def listed_names(file: str) -> dict[str, str]:
-    """Return a dict from each name in the stub beside `file` to the module that defines the name."""
+    """Return a dict from each name in the stub of `file` (the path with the suffix `.pyi`) to its module."""
     text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
-    found = {name: home for home, name in _LINE.findall(text)}
+    modules_by_name = {name: module for module, name in _LINE.findall(text)}
     for module in _ALL.findall(text):
         other = Path(file).with_name(module.rpartition(".")[2])
-        found |= listed_names(str(other / "__init__" if other.is_dir() else other))
-    return found
+        modules_by_name |= listed_names(str(other / "__init__" if other.is_dir() else other))
+    return modules_by_name

@@ -34,6 +34,7 @@ def as_lightning() -> LightningReplacement:
     Raises:
         ConfigurationError: Lightning is imported already.
     """
+    # The argument completes the error message "lightning is imported already, by this script or by a library …".
     return LightningReplacement.active() or LightningReplacement().start(
         "that is built on it. Call trainwright.as_lightning() before they are imported, or start the script with "
         "python -m trainwright.as_lightning."
@@ -54,19 +55,21 @@ class LightningReplacement(Replacement):
     def is_package(self, fullname: str) -> bool | None:
         """Return whether a module has sub-modules, or None if the module does not exist."""
         path = canonical(fullname)
-        return any(name.startswith(f"{path}.") for name in NAMES) if path in NAMES else None
+        if path not in NAMES:
+            return None
+        return any(name.startswith(f"{path}.") for name in NAMES)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a module whose names are found when they are read."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let `torch.load` read checkpoints. `create_module` returns a complete module."""
+        """Let `torch.load` read checkpoint folders. The module itself is already complete; see `create_module`."""
         # Not in `as_lightning()`, which must not import torch. A program with a checkpoint imports Lightning first.
         _load_folders()
 
     def remove(self) -> None:
-        """Let later imports find the installed library. Names that scripts have already imported do not change."""
+        """Restore the installed library for later imports. Names that scripts have already imported do not change."""
         super().remove()
         torch: Any = import_module("torch")
         torch.load = getattr(torch.load, "without_folders", torch.load)
@@ -87,6 +90,7 @@ class _Module(ReplacedModule):
         return NAMES[canonical(self.__name__)].split()
 
     def _find(self, name: str) -> Any:
+        """Return the value of a name of this module, or raise an AttributeError."""
         path = canonical(self.__name__)
         if name == "__all__":
             return [listed for listed in self._names() if not listed.startswith("_")]
@@ -135,22 +139,24 @@ def _counterpart(module: str, name: str) -> Any:
     """Return Trainwright's object for a name of Lightning, or a class that raises an error when it is used."""
     own = own_name(f"{module}.{name}")
     if own is not None:
-        home, _, attribute = own.rpartition(".")
-        return getattr(import_module(home), attribute)
+        own_module, _, attribute = own.rpartition(".")
+        return getattr(import_module(own_module), attribute)
     if name not in _absent:
         _absent[name] = _Absent(name, (), {"__module__": module})
     return _absent[name]
 
 
-_absent: dict[str, _Absent] = {}  # by the name alone, so that a class is the same in all modules that have it
+# The classes without a counterpart. The key is the name without its module, so that a class is the same object in all
+# modules from which it can be imported.
+_absent: dict[str, _Absent] = {}
 
 
 class _Absent(ABCMeta):
-    """Class of the classes that represent names of Lightning without a counterpart.
+    """Metaclass of the classes that represent names of Lightning without a counterpart, and of their sub-classes.
 
-    Libraries import such names at their top, annotate with them, call `isinstance` and derive classes from them,
-    whether or not they use them. So these are allowed, and a call or another use is an error. The base ABCMeta lets
-    them be combined with abstract classes.
+    Libraries import such names at the top of a module, annotate with them, call `isinstance` and derive classes from
+    them, also in programs that do not need these classes. Therefore all of this is allowed. A call, and access to an
+    attribute, raise an error. The base ABCMeta allows a sub-class to have abstract base classes, too.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -163,18 +169,22 @@ class _Absent(ABCMeta):
 
         Checkpoints of Trainwright can be loaded without it, so the Trainer accepts it.
         """
-        own = [each for each in cls.__mro__ if each not in _absent.values()]
-        saves = any({"save_checkpoint", "remove_checkpoint"} & vars(each).keys() for each in own)
-        return cls in own and cls._lightning_bases() == ["TorchCheckpointIO"] and not saves
+        if cls in _absent.values() or cls._lightning_bases() != ["TorchCheckpointIO"]:
+            return False
+        for base in cls.__mro__:
+            if base not in _absent.values() and {"save_checkpoint", "remove_checkpoint"} & vars(base).keys():
+                return False
+        return True
 
     def is_own_environment(cls) -> bool:
         """Return whether this is a sub-class of a cluster environment that defines `world_size` and `global_rank`.
 
         The Trainer accepts it if both agree with the launcher's environment variables.
         """
-        known = cls._lightning_bases()
-        defines_both = hasattr(cls, "world_size") and hasattr(cls, "global_rank")
-        return bool(known) and set(known) <= set(CLUSTER_ENVIRONMENTS.split()) and defines_both
+        bases = cls._lightning_bases()
+        has_only_environments = bool(bases) and set(bases) <= set(CLUSTER_ENVIRONMENTS.split())
+        # The classes of Lightning themselves have no attributes here; see `__getattr__`.
+        return has_only_environments and hasattr(cls, "world_size") and hasattr(cls, "global_rank")
 
     def _is_own_accelerator(cls) -> bool:
         """Return whether this is a sub-class of Accelerator. Libraries create one to register its name.
@@ -184,15 +194,17 @@ class _Absent(ABCMeta):
         return cls not in _absent.values() and cls._lightning_bases() == ["Accelerator"]
 
     def _lightning_bases(cls) -> list[str]:
-        """Return the names of the classes without a counterpart from which this class derives, or that it is."""
-        return [each.__name__ for each in cls.__mro__ if each in _absent.values()]
+        """Return the names of the classes of Lightning among this class and its base classes."""
+        return [base.__name__ for base in cls.__mro__ if base in _absent.values()]
 
     def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(cls._advice() if not name.startswith("__") else name, name=name)
+        # Python and tools look up special names in every class: these need no advice.
+        raise AttributeError(name if name.startswith("__") else cls._advice(), name=name)
 
-    def __getitem__(cls, item: object) -> type:  # of annotations: `Loop[int]`
+    def __getitem__(cls, item: object) -> type:  # in annotations: `Loop[int]`
         return cls
 
     def _advice(cls) -> str:
-        known = next(each for each in cls.__mro__ if each in _absent.values())  # `cls`, or a base of it
-        return answer_for(f"{known.__module__}.{known.__name__}")
+        """Return a sentence with the replacement of the class of Lightning that this class is, or derives from."""
+        lightning_class = next(base for base in cls.__mro__ if base in _absent.values())
+        return answer_for(f"{lightning_class.__module__}.{lightning_class.__name__}")

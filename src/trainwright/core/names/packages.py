@@ -21,7 +21,9 @@ _OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def _is_there(package: str) -> Callable[[], bool]:
+def _is_installed(package: str) -> Callable[[], bool]:
+    """Return the function `is_…_available` of a package."""
+
     def is_available() -> bool:
         """Return whether the package is installed."""
         return importlib.util.find_spec(package) is not None
@@ -29,56 +31,58 @@ def _is_there(package: str) -> Callable[[], bool]:
     return is_available
 
 
-is_aim_available = _is_there("aim")
-is_boto3_available = _is_there("boto3")
-is_clearml_available = _is_there("clearml")
-is_comet_ml_available = _is_there("comet_ml")
-is_datasets_available = _is_there("datasets")
-is_deepspeed_available = _is_there("deepspeed")
-is_dvclive_available = _is_there("dvclive")
-is_import_timer_available = _is_there("import_timer")
-is_ipex_available = _is_there("intel_extension_for_pytorch")
-is_lomo_available = _is_there("lomo_optim")
-is_matplotlib_available = _is_there("matplotlib")
-is_megatron_lm_available = _is_there("megatron")
-is_mlflow_available = _is_there("mlflow")
-is_msamp_available = _is_there("msamp")
-is_pandas_available = _is_there("pandas")
-is_peft_available = _is_there("peft")
-is_pynvml_available = _is_there("pynvml")
-is_pytest_available = _is_there("pytest")
-is_rich_available = _is_there("rich")
-is_sagemaker_available = _is_there("sagemaker")
-is_schedulefree_available = _is_there("schedulefree")
-is_swanlab_available = _is_there("swanlab")
-is_tensorboard_available = _is_there("tensorboard")
-is_timm_available = _is_there("timm")
-is_torchao_available = _is_there("torchao")
-is_torchdata_available = _is_there("torchdata")
-is_torchvision_available = _is_there("torchvision")
-is_tqdm_available = _is_there("tqdm")
-is_trackio_available = _is_there("trackio")
-is_transformer_engine_available = _is_there("transformer_engine")
-is_transformers_available = _is_there("transformers")
-is_triton_available = _is_there("triton")
-is_wandb_available = _is_there("wandb")
+is_aim_available = _is_installed("aim")
+is_boto3_available = _is_installed("boto3")
+is_clearml_available = _is_installed("clearml")
+is_comet_ml_available = _is_installed("comet_ml")
+is_datasets_available = _is_installed("datasets")
+is_deepspeed_available = _is_installed("deepspeed")
+is_dvclive_available = _is_installed("dvclive")
+is_import_timer_available = _is_installed("import_timer")
+is_ipex_available = _is_installed("intel_extension_for_pytorch")
+is_lomo_available = _is_installed("lomo_optim")
+is_matplotlib_available = _is_installed("matplotlib")
+is_megatron_lm_available = _is_installed("megatron")
+is_mlflow_available = _is_installed("mlflow")
+is_msamp_available = _is_installed("msamp")
+is_pandas_available = _is_installed("pandas")
+is_peft_available = _is_installed("peft")
+is_pynvml_available = _is_installed("pynvml")
+is_pytest_available = _is_installed("pytest")
+is_rich_available = _is_installed("rich")
+is_sagemaker_available = _is_installed("sagemaker")
+is_schedulefree_available = _is_installed("schedulefree")
+is_swanlab_available = _is_installed("swanlab")
+is_tensorboard_available = _is_installed("tensorboard")
+is_timm_available = _is_installed("timm")
+is_torchao_available = _is_installed("torchao")
+is_torchdata_available = _is_installed("torchdata")
+is_torchvision_available = _is_installed("torchvision")
+is_tqdm_available = _is_installed("tqdm")
+is_trackio_available = _is_installed("trackio")
+is_transformer_engine_available = _is_installed("transformer_engine")
+is_transformers_available = _is_installed("transformers")
+is_triton_available = _is_installed("triton")
+is_wandb_available = _is_installed("wandb")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Return whether bitsandbytes is installed, in version `min_version` or later if it is passed."""
-    if not _is_there("bitsandbytes")():
+    if not _is_installed("bitsandbytes")():
         return False
     return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
 
 
 def _has_device(kind: str) -> Callable[..., bool]:
+    """Return the function `is_…_available` of a device type, under torch's name of the type."""
+
     def is_available(check_device: bool = False) -> bool:
         """Return whether torch finds a device of this kind. `check_device` has no effect."""
         import torch
 
         del check_device
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found is not None and found.type == kind
+        device = torch.accelerator.current_accelerator(check_available=True)
+        return device is not None and device.type == kind
 
     return is_available
 
@@ -100,7 +104,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Return whether torch_xla is installed. With an argument, also start torch_xla and check its type of device."""
-    if not _is_there("torch_xla")():
+    if not _is_installed("torch_xla")():
         return False
     if not (check_is_tpu or check_is_gpu):
         return True
@@ -171,26 +175,35 @@ def is_peft_model(model: object) -> bool:
     """Return whether a model is a `PeftModel` of peft."""
     if not is_peft_available():
         return False
-    found: bool = isinstance(model, importlib.import_module("peft").PeftModel)
-    return found
+    is_peft: bool = isinstance(model, importlib.import_module("peft").PeftModel)
+    return is_peft
 
 
 def compare_versions(library_or_version: str | object, operation: str, requirement_version: str) -> bool:
-    """Return whether `library_or_version operation requirement_version` holds. Local parts (`+cpu`) are ignored.
+    """Return whether `library_or_version operation requirement_version` holds.
 
-    `library_or_version` is a version or the name of an installed package. `operation` is ==, !=, <, <=, > or >=.
+    Only the numbers at the beginning of a version are compared: `2.9.0a1+cpu` equals `2.9`.
+
+    Args:
+        library_or_version: a version or the name of an installed package.
+        operation: `==`, `!=`, `<`, `<=`, `>` or `>=`.
+        requirement_version: the version on the right side.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: The package is not installed.
+        ConfigurationError: the operation is unknown.
+        importlib.metadata.PackageNotFoundError: the package is not installed.
     """
     if operation not in _OPERATIONS:
         raise ConfigurationError(f"operation={operation!r}: write one of {', '.join(_OPERATIONS)}.")
     text = str(library_or_version)
     version = text if text[:1].isdigit() else importlib.metadata.version(text)
-    own = _numbers(version)
-    other = _numbers(requirement_version)
-    length = max(len(own), len(other))
-    return _OPERATIONS[operation](own + (0,) * (length - len(own)), other + (0,) * (length - len(other)))
+    left = _numbers(version)
+    right = _numbers(requirement_version)
+    # Append zeros to the shorter one: 2.9 equals 2.9.0, but (2, 9) does not equal (2, 9, 0).
+    length = max(len(left), len(right))
+    left += (0,) * (length - len(left))
+    right += (0,) * (length - len(right))
+    return _OPERATIONS[operation](left, right)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -199,8 +212,9 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
+    """Return the numbers at the beginning of a version: `2.9.0a1` → (2, 9, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match.group().split("."))) if match else ()
 
 
 def load_transformers(purpose: str, module: str = "transformers") -> Any:

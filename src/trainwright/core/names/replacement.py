@@ -33,10 +33,10 @@ class Replacement(DistributionFinder, Loader, ABC):
     It provides the library's modules, and the metadata by which other libraries check its version.
 
     Attributes:
-        packages: Top-level packages of the library.
-        distributions: Names of the distributions, normalized: `"pytorch-lightning"`.
-        version: The version that Trainwright replaces.
-        home_page: The library's page. Libraries check by it that a distribution is not another one of the same name.
+        packages: top-level packages of the library.
+        distributions: names of the distributions, normalized: `"pytorch-lightning"`.
+        version: the version that Trainwright replaces.
+        home_page: the library's page. Libraries check it to exclude another distribution of the same name.
     """
 
     packages: ClassVar[Sequence[str]]
@@ -50,13 +50,13 @@ class Replacement(DistributionFinder, Loader, ABC):
         return next((finder for finder in sys.meta_path if isinstance(finder, cls)), None)
 
     def start(self, advice: str) -> Self:
-        """Let later imports find Trainwright.
+        """Let later imports of the library return modules of Trainwright, also in spawned processes.
 
         Args:
-            advice: What to do if the library is imported already.
+            advice: end of the error message, after "lightning is imported already, by this script or by a library".
 
         Raises:
-            ConfigurationError: The library is imported already.
+            ConfigurationError: the library is imported already.
         """
         for package in self.packages:
             if package in sys.modules:
@@ -66,7 +66,7 @@ class Replacement(DistributionFinder, Loader, ABC):
         return self
 
     def remove(self) -> None:
-        """Let later imports find the installed library. Names that scripts have already imported do not change."""
+        """Restore the installed library for later imports. Names that scripts have already imported do not change."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             for name in list(sys.modules):
@@ -86,14 +86,16 @@ class Replacement(DistributionFinder, Loader, ABC):
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the specification of a module of the library, or None for any other module."""
         del path, target
-        is_package = self.is_package(fullname) if fullname.partition(".")[0] in self.packages else None
+        if fullname.partition(".")[0] not in self.packages:
+            return None
+        is_package = self.is_package(fullname)
         return None if is_package is None else ModuleSpec(fullname, self, is_package=is_package)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
-        """Return the metadata of the distribution that the context names."""
+        """Return the metadata of the distribution that the context names. Empty for another distribution, or none."""
         if context is None or context.name is None:
             return []
-        name = re.sub(r"[-_.]+", "-", context.name).lower()
+        name = re.sub(r"[-_.]+", "-", context.name).lower()  # the normal form of PEP 503
         return [_Metadata(name, self.version, self.home_page)] if name in self.distributions else []
 
 
@@ -111,7 +113,7 @@ class _Metadata(Distribution):
 
 
 def active_replacements() -> list[Callable[[], object]]:
-    """Return functions that repeat this process's replacements in another process, which unpickles them."""
+    """Return the classes of this process's replacements, for `repeat` in another process, which unpickles them."""
     return [type(finder) for finder in sys.meta_path if isinstance(finder, Replacement)]
 
 
@@ -157,9 +159,9 @@ def run_script(arguments: Sequence[str], replace: Callable[[], object], library:
     """Run a script, or with `-m` a module, with its command-line arguments, on Trainwright instead of a library.
 
     Args:
-        arguments: The script and its arguments.
+        arguments: the script and its arguments, or `-m`, the module and its arguments.
         replace: `as_accelerate` or `as_lightning`.
-        library: The library's name, for the help.
+        library: the library's name, for the help.
     """
     program = f"python -m trainwright.{replace.__name__}"
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:

@@ -29,6 +29,7 @@ def as_accelerate() -> AccelerateReplacement:
     Raises:
         ConfigurationError: accelerate is imported already.
     """
+    # The argument completes the error message "accelerate is imported already, by this script or by a library …".
     return AccelerateReplacement.active() or AccelerateReplacement().start(
         "such as transformers. Call trainwright.as_accelerate() before they are imported, or start the script with "
         "python -m trainwright.as_accelerate."
@@ -61,27 +62,31 @@ class AccelerateReplacement(Replacement):
     home_page = "https://github.com/huggingface/accelerate"
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the specification of a module of accelerate, or None for any other module."""
+        """Return the specification of a module of accelerate, or None for any other module.
+
+        For `accelerate.test_utils`, it is that of the installed accelerate, or None if accelerate is not installed.
+        """
         if fullname.startswith(f"{_TEST_HELPERS}."):
-            return None  # Python finds it in the folder of the installed package.
+            return None  # Python finds it in the folder of the package `_TEST_HELPERS`, which the lines below return.
         if fullname != _TEST_HELPERS:
             return super().find_spec(fullname, path, target)
-        # Scripts and tests of accelerate import its helpers, which then import Trainwright's names.
+        # Trainwright has no test helpers. Scripts and tests import those of the installed accelerate, which then import
+        # Trainwright's names.
         installed = PathFinder.find_spec(_NAME)
         folders = None if installed is None else installed.submodule_search_locations
         return None if folders is None else PathFinder.find_spec(fullname, folders)
 
     def is_package(self, fullname: str) -> bool | None:
         """Return whether a module has sub-modules, or None if the module does not exist."""
-        own = find_spec(_own(fullname))
-        return None if own is None else own.submodule_search_locations is not None
+        spec = find_spec(_own(fullname))
+        return None if spec is None else spec.submodule_search_locations is not None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return an empty module."""
+        """Return an empty module, which looks up each name in Trainwright's module when the name is read."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import Trainwright's module."""
+        """Import Trainwright's module, so that an error in it is raised by the import statement."""
         import_module(_own(module.__name__))
 
     def get_code(self, fullname: str) -> Any:
@@ -92,6 +97,7 @@ class AccelerateReplacement(Replacement):
 
 
 def _own(name: str) -> str:
+    """Return the name of Trainwright's module: `accelerate.utils` → `trainwright.utils`."""
     return "trainwright" + name.removeprefix(_NAME)
 
 
