@@ -79,7 +79,8 @@ def _is_supported(record: FSDPParam) -> bool:
     if info.param_name != "weight" or not is_converted(info.module):
         return False
     # fully_shard pads the shards of uneven weights. torchao does not pad them.
-    return record._orig_size[0] % record.shard_mesh_from_root.size() == 0
+    num_ranks: int = record.shard_mesh_from_root.size()
+    return record._orig_size[0] % num_ranks == 0
 
 
 def _extend(record: FSDPParam) -> Any:
