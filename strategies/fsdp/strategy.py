@@ -249,17 +249,19 @@ class FSDPStrategy(DataParallel):
             raise ConfigurationError(
                 f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Remove one of them."
             )
-        if settings.precision.fp8_all_gather:
-            obstacle = None
-            if self.cpu_offload:
-                obstacle = f"cpu_offload={self.cpu_offload!r}"
-            elif type(self.reshard_after_forward) is int:  # a number of ranks; not a bool
-                obstacle = f"reshard_after_forward={self.reshard_after_forward!r}"
-            if obstacle is not None:
-                raise ConfigurationError(
-                    f"fp8_all_gather=True with {obstacle}: weights are not gathered in float8 with it. "
-                    "Remove one of them."
-                )
+        obstacle = self._obstacle_to_float8_gather()
+        if settings.precision.fp8_all_gather and obstacle is not None:
+            raise ConfigurationError(
+                f"fp8_all_gather=True with {obstacle}: weights are not gathered in float8 with it. Remove one of them."
+            )
+
+    def _obstacle_to_float8_gather(self) -> str | None:
+        """Return the argument with which `Float8Gather` does not work. None if there is no such argument."""
+        if self.cpu_offload:
+            return f"cpu_offload={self.cpu_offload!r}"
+        if type(self.reshard_after_forward) is int:  # a number of ranks; not a bool
+            return f"reshard_after_forward={self.reshard_after_forward!r}"
+        return None
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):

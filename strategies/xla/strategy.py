@@ -41,9 +41,9 @@ class XLAStrategy(DataParallel):
     """Strategy that trains with the XLA compiler (torch_xla), on TPUs or other XLA devices.
 
     XLA records the operations of a step. At the end of the step, it compiles and runs them as one program. Each shape
-    of batches needs a separate program. Use `drop_last=True` in the loader, and pad samples to few lengths. A warning
-    names the batch of each later compilation. `.item()` or `print` in a step splits the step into two programs. Use
-    `self.log` instead.
+    of batches needs a separate program. Use `drop_last=True` in the loader, and pad samples to few lengths. Up to 5
+    warnings name the batches of later compilations. `.item()` or `print` in a step splits the step into two programs.
+    Use `self.log` instead.
 
     With `devices=N`, or with processes of a launcher, each process trains a replica on one device, and gradients are
     averaged. With `spmd`, one process uses all devices of its machine.
