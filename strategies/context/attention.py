@@ -94,7 +94,7 @@ class SplitAttention:
         self.is_active = False
         self._group = group
         self._kind = kind
-        self._num_calls = 0
+        self._num_calls = 0  # calls of the function that covered the sequences of all ranks
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -132,7 +132,8 @@ class SplitAttention:
         """Return whether the current call covers the sequences of all ranks."""
         if self.is_active:
             return True
-        # The backward of a step may recompute activations. The graph task is -1 outside of a backward.
+        # The backward of a step may recompute activations after `over_ranks` has ended. Inside of a backward, the id of
+        # torch's current graph task is not -1.
         return self._num_calls > 0 and torch._C._current_graph_task_id() != -1
 
     @contextmanager
@@ -143,16 +144,17 @@ class SplitAttention:
             required: Raise an error if the model does not call attention. Default: True.
 
         Raises:
-            ConfigurationError: Attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called.
+            ConfigurationError: Attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called. At the end
+                of the context: attention is `required`, and the model has not called it.
         """
-        before = self.is_active
+        was_active = self.is_active
         self.is_active = True
-        num_calls = self._num_calls
+        num_earlier_calls = self._num_calls
         try:
             yield
         finally:
-            self.is_active = before
-        if required and self._num_calls == num_calls:
+            self.is_active = was_active
+        if required and self._num_calls == num_earlier_calls:
             raise ConfigurationError(
                 "Sequences are split over ranks, but the model has not called "
                 "torch.nn.functional.scaled_dot_product_attention, so each position attends only to positions of its "

@@ -97,11 +97,13 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> str:
 
 
 def _repeat_heads(tensor: Tensor, q: Tensor) -> Tensor:
+    """Repeat the heads of keys or values, so that there are as many as heads of queries."""
     repeats = q.shape[1] // tensor.shape[1]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=1)
 
 
 def _sum_heads(gradient: Tensor, key_heads: int) -> Tensor:
+    """Return the gradient of a tensor that `_repeat_heads` has repeated."""
     if gradient.shape[1] == key_heads:
         return gradient
     batch, heads, *rest = gradient.shape
@@ -114,6 +116,7 @@ def accumulator_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    """Return the scores in float32 or float64. They are -∞ for keys that a causal query does not see."""
     dtype = accumulator_dtype(q)
     with torch.autocast(q.device.type, enabled=False):
         scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -126,6 +129,11 @@ def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float | None) -> Tenso
 def _plain_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `q`, `k` and `v` with matrix products.
+
+    With weights P, output O and its gradient dO: dV = Pᵀ dO. The gradient of the scores is
+    P * (dO Vᵀ - rowsum(dO * O)), which dQ and dK multiply by K and Q.
+    """
     weights = (_scores(q, k, is_causal, scale) - lse.unsqueeze(-1)).exp()
     gradient = gradient.to(weights.dtype)
     out = out.to(weights.dtype)

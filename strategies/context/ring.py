@@ -41,8 +41,8 @@ def ring_attention(
 
     Args:
         q: (batch, heads, local length, head size).
-        k: (batch, heads, local length, head size).
-        v: (batch, heads, local length, value size).
+        k: (batch, key heads, local length, head size).
+        v: (batch, key heads, local length, value size).
         group: Process group that splits the sequence. None means all ranks.
         is_causal: A position sees only itself and earlier positions. Fully masked parts of the scores are not computed.
         scale: Factor of the scores. Default: 1 / √(head size).
@@ -143,8 +143,8 @@ class _RingAttention(torch.autograd.Function):
             q = q.contiguous()  # required by the kernels
         k = k.contiguous()
         v = v.contiguous()
-        own_k = k
-        own_v = v
+        local_k = k
+        local_v = v
         out = None
         lse = None  # log-sum-exp of the scores of each query, by which blocks are weighed
         for step in range(ring.size):
@@ -163,7 +163,7 @@ class _RingAttention(torch.autograd.Function):
                 k, v = transfer()
         assert out is not None
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, own_k, own_v, out, lse)
+        ctx.save_for_backward(q, local_k, local_v, out, lse)
         ctx.group = group
         ctx.is_causal = is_causal
         ctx.scale = scale
@@ -201,7 +201,7 @@ class _RingAttention(torch.autograd.Function):
             dk[:, :, keys] += block_dk
             dv[:, :, keys] += block_dv
             if ring.size > 1:
-                gradient_transfer = ring.start((dk, dv), first_tag=2)
+                gradient_transfer = ring.start((dk, dv), first_tag=2)  # tags 0 and 1 are those of k and v
             if transfer is not None:
                 k, v = transfer()
         if gradient_transfer is not None:

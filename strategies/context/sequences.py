@@ -39,8 +39,9 @@ class SplitSequences:
         self.group = group
         self.size = dist.get_world_size(group)
         self.attention = SplitAttention(group, kind)
-        self._shifts = True
-        self._is_causal = True  # every attention of the models
+        # `models` sets the next two from the attention layers of transformers.
+        self._shifts = True  # the models shift labels: the target of a position is the next label
+        self._is_causal = True  # every attention of the models is causal
         self._targets: Any = WeakIdKeyDictionary()  # this rank's labels → this rank's shifted targets
 
     # Batches
@@ -54,36 +55,42 @@ class SplitSequences:
         return positions(length, self.group, self.attention.order).to(device)
 
     def batch(self, batch: object) -> dict[str, Any]:
-        """Return this rank's part of a batch for transformers models; see `SequenceSplit`."""
+        """Return this rank's part of a batch for transformers models; see `SequenceSplit`.
+
+        Raises:
+            ConfigurationError: The batch is not a dict with `input_ids` or `inputs_embeds`.
+        """
         full = batch if isinstance(batch, Mapping) else {}
         inputs = full.get("input_ids", full.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.dim() < 2:
-            given = f"of type {type(batch).__name__}"
+            description = f"of type {type(batch).__name__}"
             if full:
-                given = f"a dict with {', '.join(map(repr, full))}"
+                description = f"a dict with {', '.join(map(repr, full))}"
             raise ConfigurationError(
-                f"The batch is {given}, not a dict with 'input_ids' of shape (batch, length), so its sequences cannot "
-                "be split over ranks. Define split_sequences(self, batch, split) in the task. It returns the batch "
-                "with each tensor of shape (batch, length, …) replaced by split(tensor), with targets that are already "
-                "shifted, and with split.positions(length) for the model."
+                f"The batch is {description}, not a dict with 'input_ids' of shape (batch, length), so its "
+                "sequences cannot be split over ranks. Define split_sequences(self, batch, split) in the task. It "
+                "returns the batch with each tensor of shape (batch, length, …) replaced by split(tensor), with "
+                "targets that are already shifted, and with split.positions(length) for the model."
             )
         length = inputs.shape[1]
-        found = {}
+        part = {}
         for key, value in full.items():
             is_sequence = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
-            found[key] = self(value) if is_sequence else value
-        mask = found.get(_MASK)
+            part[key] = self(value) if is_sequence else value
+        mask = part.get(_MASK)
         if mask is not None:
             self._check_mask(full[_MASK])
-            found[_MASK] = torch.ones_like(mask)
+            # A mask of ones: causal attention ignores padding at the end, and a part of the mask would be wrong.
+            part[_MASK] = torch.ones_like(mask)
         if "position_ids" not in full:
-            found["position_ids"] = self.positions(length, inputs.device).expand(len(inputs), -1)
-        labels = found.get("labels")
+            part["position_ids"] = self.positions(length, inputs.device).expand(len(inputs), -1)
+        labels = part.get("labels")
         if self._shifts and isinstance(labels, Tensor) and labels.dim() == 2:
+            # Labels are shifted before they are split: the target of a part's last position is in another part.
             if "shift_labels" not in full:
-                found["shift_labels"] = self(shifted(full["labels"]))
-            self._targets[labels] = found["shift_labels"]
-        return found
+                part["shift_labels"] = self(shifted(full["labels"]))
+            self._targets[labels] = part["shift_labels"]  # read by `_loss_over` if the model does not pass them on
+        return part
 
     def _check_mask(self, mask: Tensor) -> None:
         """Check that sequences are padded only at the end, where causal attention ignores padding, or not at all."""
@@ -95,7 +102,7 @@ class SplitSequences:
                 "split sequences.",
             )
             return
-        is_padded_at_end = torch.tensor(False)
+        is_padded_at_end = torch.tensor(False)  # masks with more dimensions are not supported
         if mask.dim() == 2:
             is_padded_at_end = (mask[:, 1:] <= mask[:, :-1]).all()  # 1 1 1 0 0
         # Asynchronous: the result is on the device, and reading it would wait for the device.
@@ -111,14 +118,14 @@ class SplitSequences:
         The weight is proportional to the number of targets or items in the part, and 1 on average.
         """
         part = method_of(task, "split_sequences")(batch, self)
-        own: int | Tensor | None = count_targets(part, shifts=self._shifts)
-        total: int | Tensor | None = count_targets(batch, shifts=self._shifts)
-        if own is None and overrides(task, "num_items", TaskModule):
-            own = task.num_items(part)
-            total = task.num_items(batch)
-        if own is None or not total:
+        num_in_part: int | Tensor | None = count_targets(part, shifts=self._shifts)
+        num_in_batch: int | Tensor | None = count_targets(batch, shifts=self._shifts)
+        if num_in_part is None and overrides(task, "num_items", TaskModule):
+            num_in_part = task.num_items(part)
+            num_in_batch = task.num_items(batch)
+        if num_in_part is None or not num_in_batch:
             return part, 1.0
-        return part, float(own) * self.size / float(total)
+        return part, float(num_in_part) * self.size / float(num_in_batch)
 
     # Models
 
@@ -179,6 +186,9 @@ class SplitSequences:
             buffers: Tensors to split in place.
             dims: The dimension of the sequence in each buffer.
             kept: Buffers that stay split after the context.
+
+        Raises:
+            ConfigurationError: `buffers` and `dims` have different lengths, or see `SplitAttention.over_ranks`.
         """
         if len(buffers) != len(dims):
             raise ConfigurationError(
@@ -240,11 +250,12 @@ def check_heads(model: nn.Module, sp: int, tp: int) -> None:
 
 
 def _is_attention(module: Any) -> bool:
-    """Return whether a module is an attention layer of transformers, which says whether it is causal."""
+    """Return whether a module is an attention layer of transformers, which has a flag `is_causal`."""
     return isinstance(getattr(module, "is_causal", None), bool)
 
 
 def _restore(module: nn.Module, name: str, value: object) -> None:
+    """Restore an attribute of a module. None deletes it."""
     if value is None:
         vars(module).pop(name, None)
     else:
@@ -261,6 +272,7 @@ def _without_mask(
 
 
 def _check_config(config: Any, name: str) -> None:
+    """Raise an error if a transformers model computes attention in a way that cannot be split."""
     if config._attn_implementation != "sdpa":
         raise ConfigurationError(
             f"{name} computes attention with {config._attn_implementation!r}, which sees only this rank's part of a "

@@ -19,7 +19,7 @@ from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import need_closure
 from trainwright.strategies.units import check_no_shards, check_no_sparse
 
-_OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
+_REPLACED_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
 # Optimizers whose update of an element depends on its rows and columns.
 _FULL_MATRIX = ("Adafactor", "Muon", "LowRankAdamW")
 _BLOCKWISE = ("torchao.", "bitsandbytes.")  # modules of optimizers that quantize states
@@ -30,7 +30,7 @@ def check_task(task: TaskModule, *, trains: bool) -> None:
     """Check a task before its model is built."""
     check_full(task)
     name = type(task).__name__
-    for method in _OWN_METHODS:
+    for method in _REPLACED_METHODS:
         if trains and overrides(task, method, TaskModule):
             raise ConfigurationError(
                 f"{name} overrides {method}, which DeepSpeed's engine replaces. Remove it, or use strategy='ddp'."
@@ -50,11 +50,11 @@ def check_full(model: nn.Module, *, built_in_shards: bool = False) -> None:
 
 def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
     """Check a task whose model is about to be built."""
-    early = next((name for name, _ in task.named_parameters()), None)
-    if config.offload("offload_param") == "nvme" and early is not None:
+    first_name = next((name for name, _ in task.named_parameters()), None)
+    if config.offload("offload_param") == "nvme" and first_name is not None:
         raise ConfigurationError(
-            f"offload_parameters to 'nvme': {early!r} was built before configure_model, and DeepSpeed would store it "
-            "in 16 bits. Build the model in configure_model."
+            f"offload_parameters to 'nvme': {first_name!r} was built before configure_model, and DeepSpeed would store "
+            "it in 16 bits. Build the model in configure_model."
         )
 
 
@@ -66,19 +66,22 @@ def check_optimizers(
     source: str = "configure_optimizers returned",
 ) -> None:
     """Check the optimizers of a Trainer's stage or of a prepared model. `source` begins their names in messages."""
-    named = "optimizer" in config.content
+    config_has_optimizer = "optimizer" in config.content
     if len(optimizers) != 1:
-        what = "Use DummyOptim(model.parameters())" if named else "Put all parameters into groups of one optimizer"
+        what = (
+            "Use DummyOptim(model.parameters())"
+            if config_has_optimizer
+            else "Put all parameters into groups of one optimizer"
+        )
         raise ConfigurationError(
             f"{source} {len(optimizers)} optimizers, but a DeepSpeed engine steps one. {what}, or use strategy='fsdp'."
         )
     (optimizer,) = optimizers
     name = type(optimizer).__name__
-    if isinstance(optimizer, DummyOptim) is not named:
-        advice = "Use DummyOptim(…), or remove the 'optimizer'." if named else "Use a real optimizer."
-        raise ConfigurationError(
-            f"{config.origin} has {'an' if named else 'no'} 'optimizer', but {source} {name}. {advice}"
-        )
+    if isinstance(optimizer, DummyOptim) is not config_has_optimizer:
+        article = "an" if config_has_optimizer else "no"
+        advice = "Use DummyOptim(…), or remove the 'optimizer'." if config_has_optimizer else "Use a real optimizer."
+        raise ConfigurationError(f"{config.origin} has {article} 'optimizer', but {source} {name}. {advice}")
     if need_closure(optimizers, precision):
         raise ConfigurationError(
             f"{name} evaluates the loss several times in a step, which DeepSpeed does not support. Use strategy='ddp', "
@@ -109,8 +112,8 @@ def _needs_cpu_optimizer(optimizer: Optimizer, config: EngineConfig) -> bool:
     """Return whether DeepSpeed refuses to step an optimizer because it is not one of its optimizers for the host."""
     offloads = config.offload("offload_optimizer") != "none"
     forced = config.content.get("zero_force_ds_cpu_optimizer", True)
-    is_own = isinstance(optimizer, DummyOptim) or type(optimizer).__name__ in _CPU_OPTIMIZERS
-    return bool(offloads and forced and not is_own)
+    is_of_deepspeed = isinstance(optimizer, DummyOptim) or type(optimizer).__name__ in _CPU_OPTIMIZERS
+    return bool(offloads and forced and not is_of_deepspeed)
 
 
 def _adamw_mode(optimizer: Optimizer) -> bool | None:
@@ -132,17 +135,17 @@ def on_host(optimizer: Optimizer, config: EngineConfig) -> Optimizer:
     """
     if not _needs_cpu_optimizer(optimizer, config):
         return optimizer
-    found = cpu_adam(optimizer.param_groups, adamw_mode=bool(_adamw_mode(optimizer)))
+    converted = cpu_adam(optimizer.param_groups, adamw_mode=bool(_adamw_mode(optimizer)))
     # Shared dicts, so that hooks of the user's optimizer are called, also those that are registered later.
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        vars(found)[name] = vars(optimizer)[name]
+        vars(converted)[name] = vars(optimizer)[name]
     # torch's mark of an optimizer that has stepped. Without it, schedules would warn that they step first.
     vars(optimizer)["_opt_called"] = True
     rank_zero_info(
         f"DeepSpeed steps {type(optimizer).__name__} on the host as DeepSpeedCPUAdam, which rounds differently. "
         "zero_force_ds_cpu_optimizer=False in the configuration keeps torch's optimizer."
     )
-    return found
+    return converted
 
 
 def keep_groups(optimizer: Optimizer, task: str) -> None:

@@ -82,14 +82,22 @@ class EngineConfig:
         config: The user's configuration: a dict, the path of a JSON file, or None.
         given: The ZeRO arguments of the strategy.
 
+    Attributes:
+        origin: Name of the user's configuration in error messages.
+        content: The configuration. The user's values and those of passed arguments. Without a user's configuration,
+            also the defaults of other arguments.
+        options: All ZeRO arguments, with defaults in place of those that were not passed.
+
     Raises:
-        ConfigurationError: An argument differs from `config`, or options contradict each other.
+        ConfigurationError: The file cannot be read, an argument differs from `config`, or options contradict each
+            other.
     """
 
     def __init__(self, config: str | FilePath | Mapping[str, Any] | None, given: ZeroOptions) -> None:
         self.origin = origin_of(config)
         self.content = read_config(config)
         self.options = read_options(given)
+        # Defaults come first, because passed arguments override them but must not differ from the user's values.
         if config is None:
             for path, value in defaults(self.options).items():
                 set_value(self.content, path, value)
@@ -103,6 +111,7 @@ class EngineConfig:
             origin = f"DeepSpeedStrategy({name}={passed.get(name, value)!r})"
             self.state(path, value, origin, overrides=config is None)
         if config is None:
+            # Defaults of offloading, once it is known which parts are offloaded.
             for part in OFFLOADS:
                 if self.offload(part) == "none":
                     continue
@@ -128,11 +137,11 @@ class EngineConfig:
             origin: Source of the value in the error message, such as `"Trainer(precision='bf16-mixed')"`.
             overrides: Replace another value without an error. Default: False.
         """
-        found = look_up(self.content, path)
-        if found not in (None, AUTO, value) and not overrides:
+        configured = look_up(self.content, path)
+        if configured not in (None, AUTO, value) and not overrides:
             raise ConfigurationError(
-                f"{self.origin} has {'.'.join(path)}={found!r}, which differs from {origin}. Use the same value, or "
-                f'write {".".join(path)}="auto".'
+                f"{self.origin} has {'.'.join(path)}={configured!r}, which differs from {origin}. Use the same value, "
+                f'or write {".".join(path)}="auto".'
             )
         set_value(self.content, path, value)
 
@@ -164,7 +173,11 @@ class EngineConfig:
     # Settings of the Trainer
 
     def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
-        """Check that accumulation and clipping in the configuration do not differ from the Trainer's settings."""
+        """Check that accumulation and clipping in the configuration do not differ from the Trainer's settings.
+
+        Raises:
+            ConfigurationError: One of them differs.
+        """
         steps = look_up(self.content, ("gradient_accumulation_steps",))
         if steps not in (None, AUTO, accumulate):
             raise ConfigurationError(
@@ -191,7 +204,7 @@ class EngineConfig:
         return float(max_norm)
 
     def check_hardware(self, device_type: str, world_size: int) -> None:
-        """Check options that need a certain device type or number of processes."""
+        """Raise a ConfigurationError if an option needs another device type or number of processes."""
         zero = self.content.get("zero_optimization", {})
         for name in _QUANTIZED:
             if zero.get(name) and device_type == "cpu":
@@ -228,18 +241,18 @@ class EngineConfig:
         # DeepSpeed's third form of mixed precision: float32 parameters under torch's autocast, instead of bf16 or fp16.
         autocast = look_up(self.content, ("torch_autocast", "enabled")) is True
         for part, prefix in (("bf16", "bf16"), ("fp16", "16")):
-            wanted = name.startswith(prefix) and not autocast
-            found = look_up(self.content, (part, "enabled"))
-            if found not in (None, AUTO, wanted):
-                expected = f"{prefix}-mixed" if found else "32-true"
-                expected_of_accelerator = part if found else "no"
+            enables = name.startswith(prefix) and not autocast
+            configured = look_up(self.content, (part, "enabled"))
+            if configured not in (None, AUTO, enables):
+                expected = f"{prefix}-mixed" if configured else "32-true"
+                expected_of_accelerator = part if configured else "no"
                 raise ConfigurationError(
-                    f"{self.origin} has {part}.enabled={found!r}, which differs from Trainer(precision={name!r}). Use "
-                    f"precision={expected!r} (in an Accelerator, mixed_precision={expected_of_accelerator!r}), or "
+                    f"{self.origin} has {part}.enabled={configured!r}, which differs from Trainer(precision={name!r}). "
+                    f"Use precision={expected!r} (in an Accelerator, mixed_precision={expected_of_accelerator!r}), or "
                     'write "auto" in the configuration.'
                 )
-            if wanted or part in self.content:
-                set_value(self.content, (part, "enabled"), wanted)
+            if enables or part in self.content:
+                set_value(self.content, (part, "enabled"), enables)
         if autocast and not name.endswith("-mixed"):
             raise ConfigurationError(
                 f"{self.origin} has torch_autocast.enabled=True, which differs from Trainer(precision={name!r}). Use "
@@ -303,7 +316,11 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a configuration dict, or the content of a configuration file. Return an empty dict for None."""
+    """Return a copy of a configuration dict, or the content of a configuration file. Return an empty dict for None.
+
+    Raises:
+        ConfigurationError: The file cannot be read or is not a JSON object.
+    """
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -348,12 +365,12 @@ def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
             f"{origin} has train_micro_batch_size_per_gpu={micro!r}, which differs from the training loader's "
             f'batch_size={facts.micro_batch_size}. Use the same value, or write "auto" in the configuration.'
         )
-    size = facts.micro_batch_size if micro == AUTO else int(micro)
+    size = facts.micro_batch_size if micro == AUTO else int(micro)  # None if neither states it
     total = config.get("train_batch_size", AUTO)
     parts = facts.accumulate * facts.world_size
     if size is None and total != AUTO:
-        size = max(int(total) // parts, 1)
-    # Without a batch size, any number will do: DeepSpeed requires one, but this package's loaders make the batches.
+        size = max(int(total) // parts, 1)  # of an indivisible total, the check below raises an error
+    # DeepSpeed requires a batch size but does not use it here, because this package's loaders create the batches.
     config["train_micro_batch_size_per_gpu"] = 1 if size is None else size
     expected = config["train_micro_batch_size_per_gpu"] * parts
     if total not in (AUTO, expected):
@@ -415,7 +432,7 @@ def _fill_optimizer(config: dict[str, Any], facts: RunFacts, origin: str) -> Non
     if facts.total_steps != float("inf"):
         values["total_num_steps"] = int(facts.total_steps)
     for key, value in scheduler.items():
-        if value == AUTO and values.get(key) is not None:
+        if value == AUTO and values.get(key) is not None:  # `resolved` raises an error for each remaining "auto"
             scheduler[key] = values[key]
 
 
@@ -450,6 +467,8 @@ _KNOWN = [*(name for name in DEEPSPEED.names if name not in _ELSEWHERE), "is_tra
 def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert Accelerate's options to arguments of `DeepSpeedStrategy`.
 
+    Without `hf_ds_config`, the argument `config` has `"auto"` for all values that the Trainer determines.
+
     Raises:
         ConfigurationError: An option is unknown or not supported, or two options differ.
     """
@@ -462,7 +481,7 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "zero_optimization": {"stage": AUTO},
         "zero_allow_untested_optimizer": True,
     }
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {}  # to write into `content`, once it is known: hf_ds_config may come later
     for written, value in config.items():
         if written in _ELSEWHERE:
             raise ConfigurationError(f"{written}={value!r}: {_ELSEWHERE[written]}. Remove it here.")

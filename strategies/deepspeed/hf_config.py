@@ -24,6 +24,9 @@ class HfDeepSpeedConfig:
 
     Attributes:
         config: A copy of the configuration that was passed as a dict or as the path of a JSON file.
+
+    Raises:
+        ConfigurationError: The file cannot be read or is not a JSON object.
     """
 
     def __init__(self, config_file_or_dict: str | Path | Mapping[str, Any]) -> None:

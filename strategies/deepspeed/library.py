@@ -20,22 +20,28 @@ from trainwright.processes.launcher import set_variable, unset_variable
 
 # Collectives that DeepSpeed 0.19.8 calls by names that torch 2.13 deprecates with a warning at every call.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
-_users = 0
-_set_rank = False
-_own_linear: Callable[..., torch.Tensor] = nn.functional.linear
+# State of this process's connection, which `connect` and `disconnect` change.
+_users = 0  # runs of this process that use DeepSpeed
+_set_rank = False  # `connect` has set LOCAL_RANK, which `disconnect` removes
+_torch_linear: Callable[..., torch.Tensor] = nn.functional.linear  # before DeepSpeed replaces it
 
 
 def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
-    """Import DeepSpeed for a device type. A process can use DeepSpeed with one device type only."""
+    """Import DeepSpeed for a device type. A process can use DeepSpeed with one device type only.
+
+    Raises:
+        ConfigurationError: DeepSpeed already uses another device type in this process.
+        MissingPackageError: DeepSpeed is not installed.
+    """
     set_variable("DS_ACCELERATOR", device_type)  # otherwise DeepSpeed uses any accelerator that it finds
     with quiet_imports():
         library: Any = require_package("deepspeed", purpose="DeepSpeedStrategy")
     library.utils.logger.setLevel(logging_level)
-    found = library.accelerator.get_accelerator().device_name()
-    if found != device_type:
+    used_type = library.accelerator.get_accelerator().device_name()
+    if used_type != device_type:
         raise ConfigurationError(
-            f"DeepSpeed already uses {found!r} in this process and cannot change to accelerator={device_type!r}. Start "
-            "another process."
+            f"DeepSpeed already uses {used_type!r} in this process and cannot change to accelerator={device_type!r}. "
+            "Start another process."
         )
     return library
 
@@ -64,24 +70,25 @@ def quiet_imports() -> Iterator[None]:
 
 def connect(library: Any, topology: Topology) -> None:
     """Connect DeepSpeed to the existing process group. Collective. Each call needs one call of `disconnect`."""
-    global _users, _own_linear, _set_rank
+    global _users, _torch_linear, _set_rank
     if not _users:
-        _own_linear = nn.functional.linear
+        _torch_linear = nn.functional.linear
         _set_rank = False
     _set_rank |= set_variable("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed reads the local rank only there
     _users += 1
-    # On the CPU, DeepSpeed would spend a minute compiling an operation for tensor-parallel inference.
+    # On the CPU, DeepSpeed would spend a minute compiling an operation for tensor-parallel inference. Mark it as not
+    # available during the initialization.
     operations: dict[str, bool] = library.ops.__compatible_ops__
-    unused = {name: usable for name, usable in operations.items() if "shm_comm" in name}
-    operations.update(dict.fromkeys(unused, False))
+    availability = {name: usable for name, usable in operations.items() if "shm_comm" in name}
+    operations.update(dict.fromkeys(availability, False))
     try:
         library.comm.init_distributed(verbose=False)
     finally:
-        operations.update(unused)
+        operations.update(availability)
     backend = library.comm.comm.cdb
-    for attribute, present_name in _RENAMED.items():
-        if hasattr(dist, present_name):
-            setattr(backend, attribute, getattr(dist, present_name))
+    for attribute, new_name in _RENAMED.items():
+        if hasattr(dist, new_name):  # not in older versions of torch
+            setattr(backend, attribute, getattr(dist, new_name))
 
 
 def disconnect(library: Any) -> None:
@@ -111,7 +118,7 @@ def disconnect(library: Any) -> None:
     init.param_id = 0
     offload = library.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
     offload._register_deepspeed_module.__defaults__[0][0] = 0
-    nn.functional.linear = _own_linear  # stage 3 replaces it
+    nn.functional.linear = _torch_linear  # stage 3 replaces it
     # Stage 3 caches releasable parameters in an unbounded cache of the class, which keeps each run's model alive.
     coordinator = library.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
     for cell in coordinator._PartitionedParameterCoordinator__params_to_release.__closure__:
@@ -127,8 +134,8 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 def cpu_adam(groups: list[dict[str, Any]], *, adamw_mode: bool) -> Optimizer:
     """Return a DeepSpeedCPUAdam with these parameter groups. `adamw_mode=False` is Adam. Compiles it on first use."""
     module: Any = require_package("deepspeed.ops.adam", purpose="DeepSpeedStrategy")
-    found: Optimizer = module.DeepSpeedCPUAdam(groups, adamw_mode=adamw_mode)
-    return found
+    optimizer: Optimizer = module.DeepSpeedCPUAdam(groups, adamw_mode=adamw_mode)
+    return optimizer
 
 
 # Corrections of DeepSpeed 0.19.8
@@ -141,14 +148,14 @@ def keep_own_adagrad(engine: Any) -> None:
     vectors, with one group and default values. The learning rates of groups would be lost, several groups would make
     the first step fail, and schedulers would change an optimizer that is never stepped.
     """
-    given = engine.basic_optimizer
+    users_optimizer = engine.basic_optimizer
     zero = engine.optimizer
-    made = getattr(zero, "optimizer", None)
-    if made is given or not isinstance(made, torch.optim.Adagrad):
+    stepped = getattr(zero, "optimizer", None)  # the optimizer that ZeRO steps
+    if stepped is users_optimizer or not isinstance(stepped, torch.optim.Adagrad):
         return
-    given.state.clear()  # states of the unsharded parameters
-    given.state.update(made.state)
-    zero.optimizer = given
+    users_optimizer.state.clear()  # states of the unsharded parameters
+    users_optimizer.state.update(stepped.state)
+    zero.optimizer = users_optimizer
     if hasattr(zero, "_link_all_hp_params"):  # stages 1 and 2 have linked the groups of the copy
         zero._link_all_hp_params()
 
@@ -164,7 +171,7 @@ def keep_unaligned_gradients(zero: object) -> None:
     if swapper is None:
         return
     split = swapper._adjust_for_misaligned_lengths
-    block = swapper.numel_alignment
+    block = swapper.numel_alignment  # elements per disk block
 
     def split_and_mark(tensors: list[torch.Tensor], offsets: list[int]) -> tuple[list[torch.Tensor], list[int]]:
         parts, places = split(tensors=tensors, offsets=offsets)

@@ -16,7 +16,8 @@ OFFLOADS = {
     "offload_optimizer": ("offload_optimizer", "offload_optimizer_device"),
     "offload_param": ("offload_parameters", "offload_params_device"),
 }
-_ONLY_IF_GIVEN = ("aio", "fp16", "activation_checkpointing")  # sections without defaults
+# Sections that are written only with passed arguments. Without them, DeepSpeed uses the same default values.
+_ONLY_IF_PASSED = ("aio", "fp16", "activation_checkpointing")
 REMOVED = {
     **OF_LIGHTNING,
     "remote_device": "with stage=3, modules are sharded while configure_model builds them; offload_parameters=True "
@@ -128,7 +129,11 @@ def passed_options(given: ZeroOptions) -> dict[str, Any]:
 
 
 def read_options(given: ZeroOptions) -> ZeroOptions:
-    """Check the arguments that were passed, and return all options. The others have their default values."""
+    """Check the arguments that were passed, and return all options. The others have their default values.
+
+    Raises:
+        ConfigurationError: The stage or a device is unknown, or `stage` contradicts `zero_optimization=False`.
+    """
     passed = passed_options(given)
     options = ZeroOptions(**(DEFAULTS | passed))
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
@@ -147,7 +152,11 @@ def read_options(given: ZeroOptions) -> ZeroOptions:
 
 
 def statements(given: ZeroOptions) -> dict[Path, tuple[str, Any]]:
-    """Return the passed arguments as {path in DeepSpeed's configuration: (argument name, value)}."""
+    """Return the passed arguments as {path in DeepSpeed's configuration: (argument name, value)}.
+
+    For example `offload_optimizer=True` gives `{("zero_optimization", "offload_optimizer", "device"):
+    ("offload_optimizer", "cpu")}`.
+    """
     passed = passed_options(given)
     options = read_options(given)
     values: dict[Path, tuple[str, Any]] = {}
@@ -175,7 +184,8 @@ def statements(given: ZeroOptions) -> dict[Path, tuple[str, Any]]:
 
 def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
     """Return {path: (argument name, value)} for `"offload_optimizer"` or `"offload_param"`, without the device."""
-    places = {
+    # Key in the part → argument name.
+    buffer_options = {
         "offload_optimizer": {"buffer_count": "optimizer_buffer_count"},
         "offload_param": {
             "buffer_count": "params_buffer_count",
@@ -183,7 +193,7 @@ def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
             "max_in_cpu": "max_in_cpu",
         },
     }
-    names = {"nvme_path": "nvme_path", "pin_memory": "pin_memory", **places[part]}
+    names = {"nvme_path": "nvme_path", "pin_memory": "pin_memory", **buffer_options[part]}
     return {("zero_optimization", part, key): (name, getattr(options, name)) for key, name in names.items()}
 
 
@@ -192,7 +202,7 @@ def defaults(options: ZeroOptions) -> dict[Path, Any]:
     values: dict[Path, Any] = {}
     for each in fields(options):
         path: Path = each.metadata["path"]
-        if path and path[0] not in _ONLY_IF_GIVEN:
+        if path and path[0] not in _ONLY_IF_PASSED:
             values[path] = getattr(options, each.name)
     return values
 

@@ -29,11 +29,16 @@ class DummyOptim(Optimizer):
 
     def __init__(self, params: ParamsT, lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
         entries: list[Any] = list(params)
-        self.given_groups = [dict(e) for e in entries if isinstance(e, dict)] or [{"params": entries}]
+        if entries and isinstance(entries[0], dict):  # parameter groups
+            self.given_groups = [dict(group) for group in entries]
+        else:
+            self.given_groups = [{"params": entries}]
         for group in self.given_groups:
             members = group["params"]
             group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
-        super().__init__([dict(g) for g in self.given_groups], {"lr": lr, "weight_decay": weight_decay, **kwargs})
+        # Copies, because torch adds default values to the dicts.
+        groups = [dict(group) for group in self.given_groups]
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
         """Raise a ConfigurationError: a placeholder cannot step."""
@@ -76,7 +81,7 @@ class DummyScheduler:
         self.lr_scheduler_callable = lr_scheduler_callable
         self.total_num_steps = total_num_steps
         self.warmup_num_steps = warmup_num_steps
-        self._real: Any = None
+        self._real: Any = None  # see `stand_for`
 
     def stand_for(self, scheduler: object) -> None:
         """Forward all later calls to `scheduler`, which schedules the real optimizer."""
@@ -84,7 +89,7 @@ class DummyScheduler:
 
     @property
     def real(self) -> Any:
-        """The scheduler of the real optimizer."""
+        """The scheduler of the real optimizer. Raises a ConfigurationError before `stand_for` is called."""
         if self._real is None:
             raise ConfigurationError(self.missing)
         return self._real
@@ -95,13 +100,13 @@ class DummyScheduler:
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each group."""
-        found: list[float] = self.real.get_last_lr()
-        return found
+        learning_rates: list[float] = self.real.get_last_lr()
+        return learning_rates
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the scheduler."""
-        found: dict[str, Any] = self.real.state_dict()
-        return found
+        state: dict[str, Any] = self.real.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned."""

@@ -79,8 +79,8 @@ class DeepSpeedPlugin(KwargsHandler):
             self.zero_stage = 2
         self._filled: dict[KeyPath, Any] = {}  # values in `deepspeed_config` that replace "auto"
         self._registered: HfDeepSpeedConfig | None = None  # transformers holds a weak reference to it
-        self._passed: dict[str, Any] | None = None  # the fields before they were combined
-        self._origin = origin_of(self.hf_ds_config)
+        self._passed: dict[str, Any] | None = None  # the fields before they were combined; None until then
+        self._origin = origin_of(self.hf_ds_config)  # name of the configuration in error messages
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DeepSpeedPlugin):
@@ -91,7 +91,7 @@ class DeepSpeedPlugin(KwargsHandler):
 
     @property
     def _is_combined(self) -> bool:
-        """True after the first read of `deepspeed_config`, which the fields are part of from then on."""
+        """True after the first read of `deepspeed_config`. From then on, it contains the values of the fields."""
         return "deepspeed_config" in vars(self)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -103,10 +103,10 @@ class DeepSpeedPlugin(KwargsHandler):
             self._filled.pop(_PATHS[name], None)
         elif name == "hf_ds_config":
             self._origin = origin_of(value)
-            self._hold(self._as_object())
+            self._store_combined(self._as_object())
 
     def _as_object(self) -> HfDeepSpeedConfig:
-        """Return `hf_ds_config`, or an object with a copy of its content."""
+        """Return `hf_ds_config` if it is a `HfDeepSpeedConfig`, or else an object with a copy of its content."""
         config = self.hf_ds_config
         if isinstance(config, HfDeepSpeedConfig):
             return config
@@ -114,13 +114,14 @@ class DeepSpeedPlugin(KwargsHandler):
         wrapped.config = read_config(config)
         return wrapped
 
-    def _hold(self, combined: HfDeepSpeedConfig) -> None:
-        # Not by assignment, which would call `_hold` again.
+    def _store_combined(self, combined: HfDeepSpeedConfig) -> None:
+        # Not by attribute assignment, which would call `_store_combined` again.
         vars(self)["hf_ds_config"] = combined
         vars(self)["deepspeed_config"] = combined.config
 
     @property
-    def _given(self) -> str | Path | Mapping[str, Any] | None:
+    def _user_config(self) -> str | Path | Mapping[str, Any] | None:
+        """The user's configuration, with `"auto"` again for values that `fill_in` has replaced."""
         if not self._is_combined:
             config = self.hf_ds_config
             return config.config if isinstance(config, HfDeepSpeedConfig) else config
@@ -144,7 +145,7 @@ class DeepSpeedPlugin(KwargsHandler):
                 setattr(self, name, value)
         combined = self._as_object()
         combined.config.update(content)
-        self._hold(combined)
+        self._store_combined(combined)
         return combined.config
 
     @property
@@ -167,7 +168,7 @@ class DeepSpeedPlugin(KwargsHandler):
         The next model that is prepared infers these values again, unless they are changed in `deepspeed_config`.
         """
         config = self.deepspeed_config
-        still_open = read_config(self._given)
+        still_open = read_config(self._user_config)  # a copy, in which each value to be replaced is "auto"
         # The run sets these values in a configuration without them, too.
         always: list[KeyPath] = [("fp16", "enabled"), ("bf16", "enabled"), ("gradient_accumulation_steps",)]
         for path in always:
@@ -188,15 +189,15 @@ class DeepSpeedPlugin(KwargsHandler):
         Raises:
             ConfigurationError: The configuration enables another precision.
         """
-        wanted = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
-        content = read_config(self._given)
+        enabled = "bf16" if mixed_precision == "fp8" else mixed_precision
+        content = read_config(self._user_config)
         for part in ("fp16", "bf16"):
-            if part != wanted and look_up(content, (part, "enabled")) is True:
+            if part != enabled and look_up(content, (part, "enabled")) is True:
                 raise ConfigurationError(
                     f"mixed_precision={mixed_precision!r}, but the configuration has {part}.enabled=True. Use "
                     f'mixed_precision={part!r}, or write {part}.enabled="auto".'
                 )
-        self.fill_in({part: {"enabled": part == wanted} for part in ("fp16", "bf16")})
+        self.fill_in({part: {"enabled": part == enabled} for part in ("fp16", "bf16")})
 
     # Models of transformers
 
@@ -227,13 +228,13 @@ class DeepSpeedPlugin(KwargsHandler):
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """Return a context in which `zero3_init_flag` has the value `enable`. Default: False. Collective at stage 3."""
-        before = self.zero3_init_flag
+        former_flag = self.zero3_init_flag
         self.zero3_init_flag = enable
         self.set_deepspeed_weakref()
         try:
             yield
         finally:
-            self.zero3_init_flag = before
+            self.zero3_init_flag = former_flag
             self.set_deepspeed_weakref()
 
     def strategy(self, num_processes: int) -> DeepSpeedStrategy:
@@ -249,14 +250,14 @@ class DeepSpeedPlugin(KwargsHandler):
                 del config[name]  # the values in `deepspeed_config` count
         else:
             self._check_fields()
-        config["hf_ds_config"] = self._given
+        config["hf_ds_config"] = self._user_config
         if not self.enable_msamp:
             del config["enable_msamp"], config["msamp_opt_level"]
         return DeepSpeedStrategy.from_config(config)
 
     def _check_fields(self) -> None:
         """Check that no field differs from `hf_ds_config`."""
-        content = read_config(self._given)
+        content = read_config(self._user_config)
         different: list[str] = []
         for name, path in _PATHS.items():
             value = getattr(self, name)

@@ -75,13 +75,13 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
     Raises:
         ConfigurationError: The model has no experts, or the number of experts is not divisible.
     """
-    found = find_experts(model)
-    if not found:
+    modules = find_experts(model)
+    if not modules:
         raise ConfigurationError(
             f"ep={ep} divides experts, but {type(model).__name__} has none: no module has an attribute num_experts, "
             f"parameters with num_experts rows, and forward({', '.join(_ARGUMENTS)}). Use ep=1."
         )
-    for name, module in found.items():
+    for name, module in modules.items():
         count: Any = module.num_experts
         if count % ep:
             fitting = " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -92,7 +92,7 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
                 f"sharding_strategy='HYBRID_SHARD' and device_mesh=(replicas, {ep}), whose product is the number of "
                 "processes."
             )
-    return list(found.values())
+    return list(modules.values())
 
 
 class DividedExperts:
@@ -110,6 +110,9 @@ class DividedExperts:
         ranks: The data-parallel ranks.
         dtype: Data type of gathered experts. None means the data type of the parameters.
 
+    Raises:
+        ConfigurationError: See `check_experts`.
+
     Attributes:
         parameters: The parameters that are sharded so far.
     """
@@ -120,19 +123,24 @@ class DividedExperts:
         self._mesh = data_axes(mesh)
         names = self._mesh.mesh_dim_names or ()
         shards = self._mesh.size(names.index("dp_shard"))
-        self._model, self._modules, self._dtype = model, check_experts(model, ep, shards), dtype
-        self._divisor = shards
+        self._model = model
+        self._modules = check_experts(model, ep, shards)
+        self._dtype = dtype
+        self._divisor = shards  # gradients are sums over the ranks of a replica, and divided to average them
         self._replicas = ranks.size // shards
         self.parameters: list[nn.Parameter] = []
-        self._divided: set[int] = set()
-        self._own_mesh: DeviceMesh | None = None
-        self._share: dist.ProcessGroup | None = None  # ranks that gather the same experts
+        self._divided: set[int] = set()  # ids of the modules that `divide` has changed
+        # Two process groups divide the ranks of a replica. With 4 ranks and ep=2, ranks 0 and 1 gather the first
+        # experts (`_share`), and ranks 0 and 2 exchange tokens (`_exchange`).
+        self._experts_mesh: DeviceMesh | None = None
+        self._share: dist.ProcessGroup | None = None  # None if each rank holds its experts alone
         if shards == ep:
             self._exchange = self._mesh.get_group("dp_shard")
         else:
             sizes = (self._replicas, ep, shards // ep)
-            self._own_mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicas", "ep", "share"))
-            self._exchange, self._share = self._own_mesh.get_group("ep"), self._own_mesh.get_group("share")
+            self._experts_mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicas", "ep", "share"))
+            self._exchange = self._experts_mesh.get_group("ep")
+            self._share = self._experts_mesh.get_group("share")
 
     def divide(self, part: nn.Module) -> Sequence[nn.Parameter]:
         """Shard the experts in a module, whose tensors are on the device with rank 0's values. Not collective.
@@ -140,24 +148,28 @@ class DividedExperts:
         Returns:
             The expert parameters that this call and all earlier calls have sharded.
         """
-        inside = set(part.modules())
+        modules_of_part = set(part.modules())
         for module in self._modules:
-            if module not in inside or id(module) in self._divided:
+            if module not in modules_of_part or id(module) in self._divided:
                 continue
             self._divided.add(id(module))
             new = {id(p): self._shard(p) for p in module.parameters(recurse=False)}
             replace_parameters(self._model, new)
             self.parameters += new.values()
+            # Not compiled: the sizes of its collectives are read from the device.
             eager: Any = torch.compiler.disable(partial(self._forward, module))  # type: ignore[no-untyped-call]  # torch has no types here
             module.forward = eager
         return self.parameters
 
     def _shard(self, full: nn.Parameter) -> nn.Parameter:
+        """Return this rank's shard, a copy, so that the full parameter is freed."""
         placements: list[Placement] = []
         for name in self._mesh.mesh_dim_names or ():
             placements.append(Shard(0) if name == "dp_shard" else Replicate())
-        own = full.detach().chunk(self._divisor)[self._mesh.get_local_rank("dp_shard")].clone()
-        shard = DTensor.from_local(own, self._mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+        local = full.detach().chunk(self._divisor)[self._mesh.get_local_rank("dp_shard")].clone()
+        shard = DTensor.from_local(
+            local, self._mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+        )
         return nn.Parameter(shard, requires_grad=full.requires_grad)
 
     def _forward(
@@ -182,6 +194,7 @@ class DividedExperts:
             if len(tokens) > 0:
                 outputs: torch.Tensor = type(view).forward(view, tokens, experts, weights)
                 return outputs
+            # Experts without tokens are connected to the output, too: their gradients are reduced on every rank.
             empty: torch.Tensor = Connect.apply(tokens, *gathered.values())  # type: ignore[no-untyped-call]  # torch has no types here
             return empty
 
@@ -204,10 +217,11 @@ class DividedExperts:
                 grad /= self._replicas
 
     def undo(self) -> None:
-        """Restore the forwards. Parameters stay sharded. Not collective."""
+        """Restore the forwards, and release the process groups. Parameters stay sharded. Not collective."""
         for module in self._modules:
             vars(module).pop("forward", None)
-        if self._own_mesh is not None:
-            forget_groups(self._own_mesh)
-        self._own_mesh = self._share = None
+        if self._experts_mesh is not None:
+            forget_groups(self._experts_mesh)
+        self._experts_mesh = None
+        self._share = None
         del self._exchange

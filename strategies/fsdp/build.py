@@ -28,11 +28,12 @@ class MetaBuilding:
     """Construction of a task's model on the device `meta`, with a record of the weights that a checkpoint must provide.
 
     Args:
-        everywhere: Build on `meta` on every rank.
-        others: Build on `meta` on every rank except rank 0.
+        everywhere: Build on `meta` on every rank (`meta_init`).
+        others: Build on `meta` on every rank except rank 0 (`cpu_ram_efficient_loading`).
 
     Attributes:
-        awaited: Names of the parameters and buffers that a checkpoint must provide.
+        awaited: Names of the parameters and buffers that a checkpoint must still provide. `names_to_reset` fills it if
+            the task has discarded its weights, and `ShardedState.load_model_state` removes the loaded names.
     """
 
     def __init__(self, *, everywhere: bool, others: bool) -> None:
@@ -41,7 +42,11 @@ class MetaBuilding:
         self.awaited: set[str] = set()
 
     def context(self, task: TaskModule, processes: Processes) -> AbstractContextManager[object]:
-        """Return the context of `configure_model` on this rank. Not collective."""
+        """Return the context of `configure_model` on this rank. Not collective.
+
+        Raises:
+            ConfigurationError: The model is to be built on `meta`, and the task does not define `configure_model`.
+        """
         if (self._everywhere or self._others) and not overrides(task, "configure_model", TaskModule):
             name = "meta_init" if self._everywhere else "cpu_ram_efficient_loading"
             raise ConfigurationError(
@@ -66,7 +71,10 @@ class MetaBuilding:
         return names
 
     def check(self, task: TaskModule) -> None:
-        """Raise a ConfigurationError if no checkpoint has provided the `awaited` weights. Not collective."""
+        """Raise a ConfigurationError if no checkpoint has provided the `awaited` weights. Not collective.
+
+        Called after checkpoints are loaded, before the first step.
+        """
         if self.awaited:
             discard_weights(task)  # the shards are uninitialized; a later stage may still load a checkpoint
             raise ConfigurationError(
@@ -77,12 +85,20 @@ class MetaBuilding:
         vars(task).pop(DISCARDED, None)
 
 
-def materialize(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
+def materialize(task: nn.Module, module: nn.Module, names_to_reset: list[str], device: torch.device) -> None:
     """Allocate the full tensors of one of a task's modules on the device, and broadcast rank 0's values. Collective.
 
-    For the tensors in `built`, no rank has values. `reset_parameters` of their modules initializes these tensors.
+    Args:
+        task: The task.
+        module: The module of the task.
+        names_to_reset: Names in the task of the tensors that have no values on any rank; see
+            `MetaBuilding.names_to_reset`. `reset_parameters` of their modules initializes them.
+        device: Device of the full tensors.
+
+    Raises:
+        ConfigurationError: A module with a tensor in `names_to_reset` does not define `reset_parameters`.
     """
-    _allocate(task, module, built, device)
+    _allocate(task, module, names_to_reset, device)
     # DTensors are the shards of inner units, which were sharded before.
     for tensor in [*module.parameters(), *module.buffers()]:
         if not isinstance(tensor, DTensor):
@@ -90,24 +106,24 @@ def materialize(task: nn.Module, module: nn.Module, built: list[str], device: to
             dist.broadcast(tensor.detach(), src=0)
 
 
-def _allocate(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
-    """Replace a module's tensors on `meta` by tensors on the device, and initialize those that are in `built`."""
+def _allocate(task: nn.Module, module: nn.Module, names_to_reset: list[str], device: torch.device) -> None:
+    """Replace a module's tensors on `meta` by tensors on the device, and initialize those in `names_to_reset`."""
     names = {id(tensor): name for name, tensor in [*task.named_parameters(), *task.named_buffers()]}
     new: dict[int, nn.Parameter] = {}  # by id of the parameter on `meta`, so that tied parameters stay tied
     to_reset: dict[nn.Module, list[str]] = {}  # attribute names of each module's tensors without values
     for owner in module.modules():
         for key, parameter in owner.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor):  # a shard of an inner unit
                 continue
             if parameter.is_meta:
-                made = torch.empty_like(parameter, device=device)
-                new.setdefault(id(parameter), nn.Parameter(made, requires_grad=parameter.requires_grad))
-            if names.get(id(parameter)) in built:
+                empty = torch.empty_like(parameter, device=device)
+                new.setdefault(id(parameter), nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            if names.get(id(parameter)) in names_to_reset:
                 to_reset.setdefault(owner, []).append(key)
         for key, buffer in owner.named_buffers(recurse=False):
             if buffer.is_meta:
                 owner._buffers[key] = torch.empty_like(buffer, device=device)
-            if names.get(id(buffer)) in built:
+            if names.get(id(buffer)) in names_to_reset:
                 to_reset.setdefault(owner, []).append(key)
     replace_parameters(task, new)
     for owner, keys in to_reset.items():
@@ -146,6 +162,7 @@ def unshard_task(
         return gather_full(tensor, device, keep=is_main)
 
     # States are unsharded first, one after the other, so that their shards are freed before weights are gathered.
+    # `pop` removes the last reference to the shards. The states are stored again below, under the new parameters.
     states: list[dict[Any, Any]] = []
     for optimizer in optimizers:
         full_states = {}
@@ -193,7 +210,7 @@ def check_has_weights(task: nn.Module) -> None:
 
 
 def check_full(model: nn.Module) -> None:
-    """Check that a model does not hold shards of an earlier run."""
+    """Raise a ConfigurationError if a model holds shards of an earlier run. Not collective."""
     check_no_shards(model, lambda parameter: isinstance(parameter, DTensor))
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from trainwright.strategies.fsdp.unit_state import parameter_groups
 from trainwright.strategies.steps.fp8 import float8, is_converted
 
-_One = tuple[torch.Tensor]
+_OneTensor = tuple[torch.Tensor]  # fully_shard's hooks receive and return tuples of tensors
 
 
 class Float8Gather:
@@ -24,29 +24,26 @@ class Float8Gather:
     One all-reduce before the forward of the root computes the scales of all weights. In forwards outside of a training
     step, each weight has its own all-reduce.
 
+    Weights whose rows the number of ranks does not divide are gathered as without this class.
+
     Args:
         root: The root module, sharded by `fully_shard`.
         units: The units within it, sharded by `fully_shard`.
     """
 
     def __init__(self, root: nn.Module, units: Iterable[nn.Module]) -> None:
-        self._records = [
-            record
-            for module in (root, *units)
-            if isinstance(module, FSDPModule)
-            for group in parameter_groups(module)
-            for record in group.fsdp_params
-            if record._module_info.param_name == "weight"
-            and is_converted(record._module_info.module)
-            # fully_shard pads the shards of uneven weights. torchao does not pad them.
-            and record._orig_size[0] % record.shard_mesh_from_root.size() == 0
-        ]
-        self._weights: list[Any] = list(map(_extend, self._records))
+        self._records: list[FSDPParam] = []  # torch's records of the sharded weights
+        for module in (root, *units):
+            if isinstance(module, FSDPModule):
+                for group in parameter_groups(module):
+                    self._records += filter(_is_supported, group.fsdp_params)
+        self._weights: list[Any] = list(map(_extend, self._records))  # torchao's view of each record's shard
         self._handles = [
             root.register_forward_pre_hook(self._compute_scales, prepend=True),  # before fully_shard's own hook
             root.register_forward_hook(self._forget_after_evaluation),
         ]
 
+    # torchao's `precompute_float8_dynamic_scale_for_fsdp` for the weights of this model.
     @torch.no_grad()
     def _compute_scales(self, *_: object) -> None:
         if self._weights:
@@ -76,22 +73,43 @@ class Float8Gather:
         self._weights = []
 
 
+def _is_supported(record: FSDPParam) -> bool:
+    """Return whether a parameter is the weight of an fp8 layer with as many rows on every rank."""
+    info = record._module_info
+    if info.param_name != "weight" or not is_converted(info.module):
+        return False
+    # fully_shard pads the shards of uneven weights. torchao does not pad them.
+    num_ranks: int = record.shard_mesh_from_root.size()
+    return record._orig_size[0] % num_ranks == 0
+
+
 def _extend(record: FSDPParam) -> Any:
-    """Set the hooks on a shard. Optimizers and checkpoints still use the shard as a plain tensor."""
+    """Set the hooks on a shard, and return torchao's view of it, which computes their results.
+
+    torchao replaces the parameter by the view. Here, the parameter stays a plain tensor with the hooks as attributes,
+    so that optimizers and checkpoints do not depend on torchao.
+    """
     layer: Any = record._module_info.module
     shard = record._sharded_local_tensor
     dtype = layer.config.cast_config_weight.target_dtype
     weight = float8().fsdp_utils.WeightWithDynamicFloat8CastTensor(shard.detach(), layer.linear_mm_config, dtype)
 
-    # Every process group can gather bytes.
-    def before(mesh: DeviceMesh) -> tuple[_One, _One]:
+    # Not every process group gathers float8, but every one gathers bytes.
+    def pre_all_gather(mesh: DeviceMesh) -> tuple[_OneTensor, _OneTensor]:
         (data,), scale = weight.fsdp_pre_all_gather(mesh)
         return (data.view(torch.uint8),), scale
 
-    def after(gathered: _One, scale: _One, param_dtype: torch.dtype, *, out: object = None) -> Any:
-        found = weight.fsdp_post_all_gather((gathered[0].view(dtype),), scale, param_dtype, out=out)
-        return found and (found[0], gathered)
+    def post_all_gather(
+        gathered: _OneTensor, scale: _OneTensor, param_dtype: torch.dtype, *, out: object = None
+    ) -> Any:
+        (data,) = gathered
+        result = weight.fsdp_post_all_gather((data.view(dtype),), scale, param_dtype, out=out)
+        if result is None:  # it has written into `out`, which fully_shard passes from the second all-gather
+            return None
+        full_weight, _ = result
+        return full_weight, gathered  # fully_shard frees the memory of `gathered` after the forward or backward
 
-    vars(shard).update(fsdp_pre_all_gather=before, fsdp_post_all_gather=after)
-    record._init_extensions()
+    vars(shard)["fsdp_pre_all_gather"] = pre_all_gather
+    vars(shard)["fsdp_post_all_gather"] = post_all_gather
+    record._init_extensions()  # torch reads the hooks of a shard only once, when it creates the record
     return weight

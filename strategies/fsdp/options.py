@@ -20,6 +20,7 @@ from trainwright.strategies.steps.binding import need_closure
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # they free full parameters after the forward
+_ONE_REPLICA_PER_NODE = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # without device_mesh
 AFTER_STAGE = ("all", "main", "none")
 
 _ORIGINAL = "FSDP2 always keeps the original parameters, so a unit may have frozen and trainable ones"
@@ -53,7 +54,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "version": ("2",),
 }
 _CLASSES = "transformer_cls_names_to_wrap"
-_OF_UNITS = ("auto_wrap_policy", "min_num_params", _CLASSES)
+_OF_UNITS = ("auto_wrap_policy", "min_num_params", _CLASSES)  # read together by `_unit_arguments`
+# Sharding strategies by the number that Accelerate's configuration files use.
 _NUMBERED = {
     "1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"
 }  # fmt: skip
@@ -65,8 +67,12 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: Options by name, with or without the prefix `fsdp_`, or fields of `FullyShardedDataParallelPlugin`. An
             option of None has its default value.
+
+    Raises:
+        ConfigurationError: An option is unknown or has an invalid or unsupported value.
     """
     # Field of the plugin → (name in `config`, which errors show; value).
+    # For example {"cpu_offload": ("fsdp_offload_params", "true")}.
     options: dict[str, tuple[str, Any]] = {}
     for name, value in config.items():
         if value is not None:
@@ -168,8 +174,8 @@ def _flag(name: str, value: object) -> bool:
 
 
 def sharding_strategy_name(value: object) -> str:
-    """Return the name of a sharding strategy, given as a name or as torch's `ShardingStrategy`."""
-    name = str(getattr(value, "name", value)).upper().lstrip("_")
+    """Return the name of a sharding strategy from its name in any case, or from torch's `ShardingStrategy`."""
+    name = str(getattr(value, "name", value)).upper().lstrip("_")  # torch's name is _HYBRID_SHARD_ZERO2
     if name not in SHARDING_STRATEGIES:
         raise ConfigurationError(
             f"sharding_strategy={value!r} is unknown.{nearest(name, SHARDING_STRATEGIES)} "
@@ -200,7 +206,7 @@ def recomputed_modules(activation_checkpointing: object, policy: object) -> Any:
 
 
 def offload_flag(value: object) -> bool:
-    """Return whether shards stay on the host, for a flag, torch's `CPUOffload` or an offload policy."""
+    """Return whether shards stay on the host, for a flag, FSDP1's `CPUOffload` or FSDP2's offload policy."""
     if isinstance(value, CPUOffload):
         return value.offload_params
     if isinstance(value, CPUOffloadPolicy):
@@ -210,7 +216,7 @@ def offload_flag(value: object) -> bool:
                 "accelerators, and never on the CPU. Use cpu_offload=True."
             )
         return True
-    if value is None or isinstance(value, OffloadPolicy):
+    if value is None or isinstance(value, OffloadPolicy):  # the base class of CPUOffloadPolicy, which does not offload
         return False
     if not isinstance(value, bool):
         raise ConfigurationError(f"cpu_offload={value!r}: use True or False.")
@@ -246,6 +252,11 @@ def check_arguments(
     if device_mesh is not None and not _is_mesh(device_mesh):
         raise ConfigurationError(
             f"device_mesh={device_mesh!r}: use (number of replicas, ranks per replica), such as (2, 4)."
+        )
+    if sharding_strategy == "NO_SHARD" and device_mesh is not None:
+        raise ConfigurationError(
+            f"sharding_strategy='NO_SHARD' replicates the model on every rank, and device_mesh={device_mesh!r} divides "
+            "the ranks into replicas and shards. Remove one of them."
         )
     if auto_wrap_policy is not None and min_num_params is not None:
         raise ConfigurationError("auto_wrap_policy and min_num_params both select the units. Remove one of them.")
@@ -325,51 +336,52 @@ def mesh_shape(
     Raises:
         ConfigurationError: The sizes do not match the number of processes.
     """
-    # Ranks are divided by tp, then by cp. For example 16 processes with tp=2 and cp=2 have 4 data-parallel ranks, which
-    # device_mesh=(2, 2) arranges as 2 replicas of 2 shards.
-    world = check_tp(tp, devices_per_node * num_nodes)
-    if world % cp:
+    # Processes are divided by tp, then by cp. For example 16 processes with tp=2 and cp=2 are 8 tensor-parallel groups
+    # and 4 data-parallel ranks, which device_mesh=(2, 2) arranges as 2 replicas of 2 shards.
+    tp_groups = check_tp(tp, devices_per_node * num_nodes)
+    if tp_groups % cp:
         processes = "process(es)" if tp == 1 else f"group(s) of tp={tp} processes"
-        fitting = [(world // cp + 1) * cp * tp]
-        if world > cp:
-            fitting.insert(0, world // cp * cp * tp)
+        # The next smaller and the next larger number of processes. With 6 processes, cp=4 and tp=1: 4 or 8.
+        fitting = [(tp_groups // cp + 1) * cp * tp]
+        if tp_groups > cp:
+            fitting.insert(0, tp_groups // cp * cp * tp)
         raise ConfigurationError(
-            f"Sequences are split over {cp} ranks (cp or sp), which does not divide the run's {world} {processes}. "
+            f"Sequences are split over {cp} ranks (cp or sp), which does not divide the run's {tp_groups} {processes}. "
             f"Start {' or '.join(map(str, fitting))} processes."
         )
-    world //= cp
+    data_ranks = tp_groups // cp
     if device_mesh is not None:
         replicas, shards = device_mesh
-        if replicas * shards != world:
+        if replicas * shards != data_ranks:
             groups = "process(es)"
             if cp > 1:
                 groups = f"group(s) of cp={cp} x tp={tp} processes"
             elif tp > 1:
                 groups = f"group(s) of tp={tp} processes"
-            best = (1, world)
-            if world % replicas == 0:
-                best = (replicas, world // replicas)
+            best = (1, data_ranks)
+            if data_ranks % replicas == 0:
+                best = (replicas, data_ranks // replicas)
             raise ConfigurationError(
-                f"device_mesh={(replicas, shards)} has {replicas * shards} ranks, and the run has {world} {groups}. "
-                f"Use device_mesh={best}, or change the number of processes."
+                f"device_mesh={(replicas, shards)} has {replicas * shards} ranks, and the run has {data_ranks} "
+                f"{groups}. Use device_mesh={best}, or change the number of processes."
             )
         return MeshShape(dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp)
     if sharding_strategy == "NO_SHARD":
-        return MeshShape(dp_replicate=world, cp=cp, tp=tp)
-    if sharding_strategy == "HYBRID_SHARD":
+        return MeshShape(dp_replicate=data_ranks, cp=cp, tp=tp)
+    if sharding_strategy in _ONE_REPLICA_PER_NODE:
         if num_nodes == 1:
             raise ConfigurationError(
-                "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Pass the number "
-                f"of replicas and the ranks per replica, such as device_mesh=(1, {world})."
+                f"sharding_strategy={sharding_strategy!r} keeps a replica on each node, and there is one node. Pass "
+                f"the number of replicas and the ranks per replica, such as device_mesh=(1, {data_ranks})."
             )
-        if world % num_nodes:
+        if data_ranks % num_nodes:
             raise ConfigurationError(
-                f"sharding_strategy='HYBRID_SHARD' keeps a replica on each of {num_nodes} nodes, which does not divide "
-                f"the run's {world} data-parallel rank(s). Use a tp and cp that divide the {devices_per_node} "
-                "processes of a node, or device_mesh=(replicas, ranks per replica)."
+                f"sharding_strategy={sharding_strategy!r} keeps a replica on each of {num_nodes} nodes, which does not "
+                f"divide the run's {data_ranks} data-parallel rank(s). Use a tp and cp that divide the "
+                f"{devices_per_node} processes of a node, or device_mesh=(replicas, ranks per replica)."
             )
-        return MeshShape(dp_replicate=num_nodes, dp_shard=world // num_nodes, cp=cp, tp=tp)
-    return MeshShape(dp_shard=world, cp=cp, tp=tp)
+        return MeshShape(dp_replicate=num_nodes, dp_shard=data_ranks // num_nodes, cp=cp, tp=tp)
+    return MeshShape(dp_shard=data_ranks, cp=cp, tp=tp)
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -17,6 +17,11 @@ class OutsideSteps:
     """All-gather of the parameters that are in no unit, for calls of modules outside of steps.
 
     Such calls do not record gradients, because no step would average the gradients. They are collective.
+
+    Args:
+        root: The root module, sharded by `fully_shard`.
+        units: The units within it, sharded by `fully_shard`. Their own hooks gather their parameters.
+        context: Creates the context of a call, such as autocast. It returns None for no context.
     """
 
     def __init__(
@@ -30,27 +35,25 @@ class OutsideSteps:
     @contextmanager
     def gathered(self, task: nn.Module) -> Iterator[None]:
         """Return a context in which calls of the task and of modules outside of units gather these parameters."""
-        inside = {id(module) for unit in self._units for module in unit.modules()}
+        modules_in_units = {module for unit in self._units for module in unit.modules()}
         state = self._state
         gather = self._gather
         groups = parameter_groups(self._root)
 
         # A function: a copy of the task would copy a bound method together with its object.
         def gather_outside(module: nn.Module, _: object) -> None:
-            if state._is_root is not None:
-                for group in groups:
-                    if group._sharded_state is not ShardedState.UNSHARDED:
-                        break
-                else:
-                    return
+            was_called = state._is_root is not None  # torch sets it in the first forward, or `_gather` does
+            if was_called and all(group._sharded_state is ShardedState.UNSHARDED for group in groups):
+                return  # within a step, or within another call outside of steps
             if not torch.compiler.is_compiling():
                 gather(module)
 
-        handles = [
-            module.register_forward_pre_hook(gather_outside)
-            for module in task.modules()
-            if module is task or (id(module) not in inside and any(True for _ in module.parameters(recurse=False)))
-        ]
+        handles = []
+        for module in task.modules():
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            is_outside_units = has_parameters and module not in modules_in_units
+            if module is task or is_outside_units:
+                handles.append(module.register_forward_pre_hook(gather_outside))
         try:
             yield
         finally:
@@ -59,7 +62,7 @@ class OutsideSteps:
 
     def _gather(self, module: nn.Module) -> None:
         """Keep the parameters gathered until the current call of a module returns. Collective."""
-        call = ExitStack()
+        call = ExitStack()  # undone in reverse order once the module's forward returns or raises
         handle = module.register_forward_hook(lambda *_: call.close(), always_call=True)
         call.callback(handle.remove)
         call.enter_context(torch.no_grad())

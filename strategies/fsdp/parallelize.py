@@ -107,14 +107,20 @@ class Usage:
 
     def check(self) -> None:
         """Compare the checksums of each group of peers. If any differ, every rank raises a TaskError. Collective."""
-        # Of each rank: [first rank of its peers, checksum].
-        checksums = self._processes.gather_integers([self._peers[0], self._checksum])
-        different = [rank for rank, (first, checksum) in enumerate(checksums) if checksum != checksums[first][1]]
+        # Every rank compares with the first of its peers. `first_peers` and `checksums` contain one value per rank.
+        first_peers: list[int] = []
+        checksums: list[int] = []
+        for first_peer, checksum in self._processes.gather_integers([self._peers[0], self._checksum]):
+            first_peers.append(first_peer)
+            checksums.append(checksum)
+        different = [rank for rank, first in enumerate(first_peers) if checksums[rank] != checksums[first]]
         if not different:
             return
-        names = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
-        first_peer = checksums[different[0]][0]
-        unused = {rank: names[rank] for rank, (first, _) in enumerate(checksums) if first == first_peer}
+        unused_here = [name for name, parameter in self._parameters.items() if parameter.grad is None]
+        unused_by_rank = self._processes.gather_object(unused_here)
+        # The error describes the first group of peers that differ.
+        reported_group = first_peers[different[0]]
+        unused = {rank: unused_by_rank[rank] for rank, first in enumerate(first_peers) if first == reported_group}
         raise TaskError(
             f"{type(self._model).__name__} used different parameters on different ranks{_example(unused)}. This "
             "makes the reduced gradients wrong: under FSDP, each step must use the same parameters on every rank. "
@@ -124,9 +130,13 @@ class Usage:
 
 
 def _example(unused: Mapping[int, list[str]]) -> str:
-    """Name a parameter that one rank used and another did not, from each rank's unused parameters.
+    """Return the end of a clause that names a parameter that one rank used and another did not.
 
-    The result is empty if the ranks differ in an earlier step only.
+    Args:
+        unused: Rank → names of the parameters without a gradient in the last step.
+
+    Returns:
+        Text that starts with a colon. Empty if the ranks differ in an earlier step only.
     """
     for rank, names in unused.items():
         for name in names:
@@ -229,19 +239,27 @@ def parallelize(
     part (unit or root) after the other. No device ever holds more than its shards and one full part.
 
     Args:
+        model: The model, whose modules are changed in place.
         roots: The outermost modules whose forwards are called: the model or a module around it, or several modules
             around parts of it.
         units: The parts that are gathered separately, inner ones first.
         mesh: All axes of the run, by name.
         plan: The strategy's argument `tensor_parallel_plan`, used if the mesh has the axis `tp`.
+        recomputed: Wraps modules for activation checkpointing.
         compile_options: Arguments of `torch.compile`. None disables compilation.
         building: Initializes `roots`. None means that `roots` are already initialized.
         sharding: Options of sharding over the data-parallel `ranks`. None disables sharding.
         experts: Divides the experts of the model. `sharding` then shards the other parameters. None for a model
             without divided experts.
-        context: Creates the context of a forward outside of a step.
+        ranks: The data-parallel ranks.
+        device: Device of the shards in the forward.
+        context: Creates the context of a forward outside of a step. It returns None for no context.
+
+    Raises:
+        ConfigurationError: The plan or another option does not fit the model.
     """
-    with ExitStack() as undo:  # undoes the steps below if a later one raises
+    # Undoes the steps below if a later one raises. Otherwise `ParallelModel.unwrap` undoes them.
+    with ExitStack() as undo:
         layers = None
         if "tp" in (mesh.mesh_dim_names or ()):
             layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"], nn.ModuleList(roots))
@@ -252,17 +270,18 @@ def parallelize(
             for unit in compile_blocks(units, compile_options):
                 undo.callback(vars(unit).pop, "_compiled_call_impl", None)
         traces = ShardTraces(nn.ModuleList(roots))
-        # Callbacks run in reverse order: experts, hooks of fully_shard, split layers, compilation, recomputation.
+        # Callbacks run in reverse order: experts, hooks of fully_shard, split layers, compilation, recomputation. Those
+        # that are added below run before them.
         if layers is not None:
             undo.callback(layers.undo)
         undo.callback(traces.remove)
         if experts is not None:
             undo.callback(experts.undo)
-        built = None if building is None else building.names_to_reset(model, ranks.processes)
+        names_to_reset = [] if building is None else building.names_to_reset(model, ranks.processes)
         # Inner parts first: fully_shard ignores parameters that an inner part already shards.
         for part in (*units, *roots):
-            if built is not None:
-                materialize(model, part, built, device)
+            if building is not None:
+                materialize(model, part, names_to_reset, device)
             if layers is not None:
                 layers.split(part)
             ignored = () if experts is None else experts.divide(part)
@@ -274,7 +293,7 @@ def parallelize(
             if sharding.precision.fp8_all_gather:
                 gather = Float8Gather(roots[0], units)
                 undo.callback(gather.undo)
-        traces.note()
+        traces.note()  # before `OutsideSteps` adds hooks, which it removes itself
         outputs_split = None
         if layers is not None:
             outputs_split = layers.splits_loss
@@ -290,8 +309,16 @@ def parallelize(
 class ParallelModel:
     """A sharded model. `unwrap` removes everything except the shards.
 
+    Args:
+        model: The model.
+        roots, units, mesh, ranks, experts: See `parallelize`.
+        undo: Undoes the conversion of the model.
+        gather: All-gather of fp8 layers in float8. None disables it.
+        outputs_split: True if a forward leaves its outputs sharded, as DTensors; see `LossParallel`. False if it does
+            not. None without split layers, whose outputs contain no DTensors.
+
     Attributes:
-        root: The outermost module, which a step calls. None after `unwrap`.
+        root: The outermost module, which a step calls. The first of `roots`. None after `unwrap`.
         mesh: All axes of the run. None after `unwrap`.
         is_wrapped: False once `unwrap` was called.
         usage: The check that all ranks use the same parameters. None if all ranks see the same data, and after
@@ -310,12 +337,15 @@ class ParallelModel:
         gather: Float8Gather | None,
         experts: DividedExperts | None,
         *,
-        outputs_split: bool | None,  # outputs are DTensors that a forward leaves sharded; None without split layers
+        outputs_split: bool | None,
     ) -> None:
         self.root: Any = roots[0]
         self._roots: list[Any] = list(roots)
         self.mesh: DeviceMesh | None = mesh
-        peers = range(ranks.processes.world_size) if ranks.group is None else get_process_group_ranks(ranks.group)
+        if ranks.group is None:  # of all ranks
+            peers: Sequence[int] = range(ranks.processes.world_size)
+        else:
+            peers = get_process_group_ranks(ranks.group)
         self.usage = Usage(model, ranks.processes, peers) if ranks.size > 1 else None
         self.is_wrapped = True
         self._units: list[Any] = units
@@ -325,7 +355,7 @@ class ParallelModel:
         self._outputs_split = outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(self.root, FSDPModule)
-        # Set by `synchronize`: True if the next backward reduces gradients.
+        # Set by `synchronize`: True if the next backward reduces gradients. Always True without FSDP.
         self._syncs = True
         # True from the `synchronize` before the last backward of a step to `end_group` or `forget_sums`: the backward
         # may not have reduced the sums of earlier micro-batches yet.
@@ -342,16 +372,16 @@ class ParallelModel:
 
     @property
     def training_call(self) -> Any:
-        """Function that runs the task's method `name` in training: `call(name, *args)`."""
+        """Function that runs a forward of the root in training."""
         return self._run_unsharded if self._outputs_split else self.root
 
     def _run_unsharded(self, *args: object, **kwargs: object) -> Any:
-        """Run a forward, and unshard the output."""
+        """Run a forward, and convert DTensors in the output to full tensors. Collective."""
         output = self.root(*args, **kwargs)
         return output if self._outputs_split is None else map_tensors(full_output, output)
 
     def evaluate(self, *args: object, **kwargs: object) -> Any:
-        """Run a forward without a backward, and free the gathered parameters."""
+        """Run a forward without a backward, and free the gathered parameters. Collective."""
         output = self._run_unsharded(*args, **kwargs)
         self.reshard()
         return output
@@ -369,7 +399,11 @@ class ParallelModel:
         return self.evaluate(*args, **kwargs)
 
     def synchronize(self, last: bool) -> None:
-        """Make the next backward reduce-scatter gradients if it is the last one of a step. Not collective."""
+        """Make the next backward reduce-scatter gradients if it is the last one of a step. Not collective.
+
+        Args:
+            last: False makes it accumulate full gradients on this rank.
+        """
         if last is not self._syncs and self._is_sharded:
             self._syncs = last
             for root in self._roots:
@@ -406,7 +440,8 @@ class ParallelModel:
         """Yield accumulated gradients that have not been reduced over the ranks. Not collective.
 
         The ids of the sharded and of the gathered parameter are yielded with each gradient, because optimizers and
-        models refer to different ones. Without a gathered parameter, the second id is that of None.
+        models refer to different ones. Without a gathered parameter, the second id is that of None, which no parameter
+        has.
         """
         for sharded in self._sharded_parameters():
             gathered = _gathered(sharded)
@@ -420,7 +455,7 @@ class ParallelModel:
     def reduced(self) -> Iterator[tuple[set[int], torch.Tensor]]:
         """Yield gradients that have been reduced over the ranks, also of parameters that are gathered now.
 
-        The ids of the sharded and of the gathered parameter are yielded with each gradient. Not collective.
+        The ids of the sharded and of the gathered parameter are yielded with each gradient; see `sums`. Not collective.
         """
         for sharded in self._sharded_parameters():
             parameter = sharded.sharded_param
@@ -461,6 +496,7 @@ class ParallelModel:
             grad: Any = parameter.grad
             if grad is None or grad.placements == placements:
                 continue
+            # The mesh of split layers has one axis.
             is_partial_sum = grad.placements[0].is_partial() and placements[0].is_replicate()
             if is_partial_sum:
                 by_dtype.setdefault(grad.dtype, []).append(parameter)

@@ -57,7 +57,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             or `"SHARDED_STATE_DICT"`.
         state_dict_config, optim_state_dict_config: Torch configurations, whose type selects `state_dict_type`. Their
             options have no effect: full tensors are gathered on the host of rank 0.
-        limit_all_gathers, use_orig_params, sync_module_states: Must be True, which is the behavior of FSDP2.
+        limit_all_gathers, use_orig_params, sync_module_states: Must be True, which is the behavior of FSDP2, or None.
         forward_prefetch: Gather the next unit during the forward of the current unit.
         activation_checkpointing: Recompute the activations of each unit in backward.
         activation_checkpointing_offload: Not supported. Must be False or None: the inputs of units stay on the device.
@@ -102,7 +102,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         Args:
             mixed_precision: `"bf16"`, `"fp16"`, `"fp32"` or a torch dtype.
             buffer_autocast: Accepted without effect: FSDP2 does not cast buffers.
-            override: Replace an existing policy. Default: False.
+            override: Replace an existing policy. Default: False, which keeps it and ignores `mixed_precision`.
         """
         del buffer_autocast
         if self.mixed_precision_policy is None or override:
@@ -209,7 +209,7 @@ class TorchTensorParallelPlugin(KwargsHandler):
         """Return the strategy with the same options.
 
         Raises:
-            ConfigurationError: An option is unknown, or the strategy does not support it.
+            ConfigurationError: `torch_device_mesh` is not None, or `tp_size` is less than 1.
         """
         if self.torch_device_mesh is not None:
             raise ConfigurationError(

@@ -31,6 +31,9 @@ class Recomputed:
     Args:
         choice: The modules; see `activation_checkpointing` of `FSDPStrategy`.
         save: See `SavePolicy`. None stores no results within these modules.
+
+    Raises:
+        ConfigurationError: A number is less than 1, `save` is given without modules, or an operator is unknown.
     """
 
     def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
@@ -45,12 +48,16 @@ class Recomputed:
             )
         self._choice = choice
         self._policy = save if save is None or callable(save) else _operators(save)
-        self._task: nn.Module | None = None
-        self._wrapped: list[tuple[nn.Module, nn.Module]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._task: nn.Module | None = None  # between `wrap` and `unwrap`
+        self._wrapped: list[tuple[nn.Module, nn.Module]] = []  # (module, its wrapper)
+        self._hooks: list[RemovableHandle] = []  # on transformers models; see `_without_cache`
 
     def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        """Wrap the selected modules. Return `units` with wrappers in place of wrapped modules. Not collective."""
+        """Wrap the selected modules. Return `units` with wrappers in place of wrapped modules. Not collective.
+
+        Raises:
+            ConfigurationError: The task has fewer than n units, or no module of a selected class.
+        """
         if self._choice is False:
             return units
         options: dict[str, Any] = {}
@@ -62,16 +69,17 @@ class Recomputed:
             replace_module(task, module, wrapper)
             self._wrapped.append((module, wrapper))
         if self._wrapped:
-            for model in _caching(task):
+            for model in _models_with_cache(task):
                 self._hooks.append(model.register_forward_pre_hook(_without_cache, with_kwargs=True))
         wrappers = dict(self._wrapped)
         return [wrappers.get(unit, unit) for unit in units]
 
     def _chosen(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        choice = self._choice
+        """Return the modules to wrap."""
+        choice = self._choice  # True is the number 1 below: every unit
         if not isinstance(choice, int):
-            found = matching(task, choice, "activation_checkpointing")
-            return list(dict.fromkeys(found))  # a module may match several classes
+            modules = matching(task, choice, "activation_checkpointing")
+            return list(dict.fromkeys(modules))  # a module may match several classes
         if len(units) < choice:
             each = "each unit" if choice is True else f"one in {choice} units"
             raise ConfigurationError(
@@ -79,7 +87,7 @@ class Recomputed:
                 f"{len(units) or 'no'} unit(s). Define shard_units in it, or pass auto_wrap_policy or the classes to "
                 "checkpoint."
             )
-        return units[choice - 1 :: choice]
+        return units[choice - 1 :: choice]  # for n=3 the third, the sixth, …
 
     def unwrap(self) -> None:
         """Replace the wrappers by the original modules. Not collective."""
@@ -93,14 +101,14 @@ class Recomputed:
         self._hooks = []
 
 
-def _caching(task: nn.Module) -> list[nn.Module]:
+def _models_with_cache(task: nn.Module) -> list[nn.Module]:
     """Return the transformers models that fill a cache of keys and values unless `use_cache=False`."""
-    found = []
+    models = []
     for module in task.modules():
         has_option = getattr(getattr(module, "config", None), "use_cache", None) is not None
         if has_option and "use_cache" in inspect.signature(module.forward).parameters:
-            found.append(module)
-    return found
+            models.append(module)
+    return models
 
 
 def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,26 +118,27 @@ def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return args, kwargs
 
 
-def _operators(wanted: Collection[Any]) -> list[Any]:
-    """Return the operator overloads for a list of names and objects."""
-    found: list[Any] = []
-    entries = [wanted] if isinstance(wanted, str) else wanted
+def _operators(save: Collection[Any]) -> list[Any]:
+    """Return the operator overloads, such as `aten.mm.default`, for a collection of names and objects, or one name."""
+    overloads: list[Any] = []
+    entries = [save] if isinstance(save, str) else save
     for entry in entries:
         operator = _named_operator(entry) if isinstance(entry, str) else entry
         if isinstance(operator, torch._ops.OpOverloadPacket):
             names = operator.overloads()  # type: ignore[no-untyped-call]  # torch has no types here
-            found += [getattr(operator, name) for name in names]
+            overloads += [getattr(operator, name) for name in names]
         elif isinstance(operator, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
-            found.append(operator)
+            overloads.append(operator)
         else:
             raise ConfigurationError(
                 f"activation_checkpointing_save contains {entry!r}. Use operators such as torch.ops.aten.mm or "
                 "'aten.mm', or a function that returns torch's CheckpointPolicy."
             )
-    return found
+    return overloads
 
 
 def _named_operator(name: str) -> Any:
+    """Return the operator `torch.ops.<name>`, or None if it does not exist."""
     operator: Any = torch.ops
     for part in name.split("."):
         operator = getattr(operator, part, None)

@@ -48,7 +48,7 @@ class ShardedGradients(Gradients):
         counted: dict[int, bool] = {}
         for model in self.models:
             counted.update(model.counted)
-        # Every rank holds the full value of a parameter of no model. Rank 0 counts it.
+        # Parameters that belong to no model are not sharded: every rank holds the full gradient, and rank 0 counts it.
         is_main = not dist.is_initialized() or dist.get_rank() == 0
         shards: list[tuple[torch.Tensor, bool]] = []
         for parameter in parameters:
@@ -60,13 +60,14 @@ class ShardedGradients(Gradients):
         parameters = list(parameters)
         ids = set(map(id, parameters))
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        # Between forward and backward some parameters are gathered. The gradients of their shards exist beside them, if
-        # each micro-batch is reduced, or else their own accumulated gradients.
+        # `parameters` may contain gathered parameters, as between forward and backward. Their gradients are not in
+        # `parameter.grad`: with `sync_each_batch` the shards have reduced gradients (`reduced`), and otherwise torch
+        # accumulates full gradients (`sums`).
         for model in self.models:
             for owners, grad in (*model.reduced(), *model.sums()):
                 if ids & owners:
                     grads.append(grad)
-        by_id = {id(grad): grad for grad in grads}  # a gradient that was found twice is scaled once
+        by_id = {id(grad): grad for grad in grads}  # scales a gradient once that is in several of these
         for grad in by_id.values():
             local_shard(grad).mul_(factor)
 
@@ -76,6 +77,8 @@ class ShardedGradients(Gradients):
         had_sums = False
         for model in self.models:
             has_sums = any(ids & owners for owners, _ in model.sums())
+            # A step that was interrupted may leave torch's units between forward and backward, also without gradients.
+            # `forget_sums` resets them. The keys of `counted` are the ids of all parameters of the model.
             may_have_sums = model.holds_sums and not ids.isdisjoint(model.counted)
             if has_sums or may_have_sums:
                 model.forget_sums()
@@ -90,7 +93,7 @@ class ShardScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         # Torch's method passes all gradients to one operator, which does not accept tensors of several meshes.
-        flags: dict[torch.device, torch.Tensor] = {}  # 1 if a gradient on the device is infinite or NaN
+        flags: dict[torch.device, torch.Tensor] = {}  # one element on the device: 1 if a gradient is infinite or NaN
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -114,7 +117,7 @@ class ShardScaler(torch.amp.GradScaler):
         flags: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         assert self._scale is not None  # checked by torch
         for flag in flags.values():
-            shared = flag.to(self._scale.device)
+            shared = flag.to(self._scale.device)  # `flag` itself if it is on this device
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
             if shared is not flag:
                 flag.copy_(shared)

@@ -22,7 +22,14 @@ from trainwright.strategies.state import FullState
 
 
 class ShardedState(FullState):
-    """State of a model whose sharded tensors are DTensors. With `writes_shards`, each rank saves its own shards."""
+    """State of a model whose sharded tensors are DTensors.
+
+    Args:
+        task, optimizers, device, is_main, names: See `FullState`.
+        model: The sharded model.
+        building: Records which weights a checkpoint must provide.
+        writes_shards: Each rank saves its own shards until the model is unwrapped. False: rank 0 saves full tensors.
+    """
 
     def __init__(
         self,
@@ -46,7 +53,7 @@ class ShardedState(FullState):
         return self._writes_shards and self._model.is_wrapped
 
     def shards_of(self, tree: object) -> Any:
-        assert self._model.mesh is not None  # `saves_shards` is True
+        assert self._model.mesh is not None  # called only while `saves_shards` is True
         return shard_tree(tree, self._model.mesh)
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,7 +108,12 @@ class ShardedState(FullState):
         disable_foreach([optimizer])
 
     def _check_sharded(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]], problem: str) -> None:
-        """Check that the states of sharded parameters are sharded. Only scalars may be unsharded."""
+        """Check that the states of sharded parameters are sharded. Only scalars may be unsharded.
+
+        Args:
+            states: Name of a parameter → its state.
+            problem: The end of the error.
+        """
         parameters = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
         for name, values in states.items():
             if not isinstance(parameters.get(plain_name(name)), DTensor):
@@ -109,14 +121,19 @@ class ShardedState(FullState):
             for key, value in values.items():
                 is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
                 if is_full and value.dim() > 0:
-                    kept = f"{key!r} of shape {tuple(value.shape)}"
-                    raise CheckpointError(f"{type(optimizer).__name__} keeps {kept} for {name!r}, {problem}")
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, "
+                        f"{problem}"
+                    )
 
 
 def disable_foreach(optimizers: Iterable[Optimizer]) -> None:
     """Set `foreach=False` in parameter groups with tensors of several meshes.
 
     torch 2.13 cannot step such tensors together, which `foreach` does by default on accelerators.
+
+    Raises:
+        ConfigurationError: The user has set `foreach` or `fused` to True for such a group.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -134,15 +151,19 @@ def disable_foreach(optimizers: Iterable[Optimizer]) -> None:
 
 
 def restore_foreach(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
-    """Undo `disable_foreach` in a saved state, which may be loaded into a model without split layers."""
+    """Replace `foreach=False` by torch's default in a saved state, which a model without split layers may load.
+
+    `disable_foreach` has set the value. A user's own `foreach=False` for such a group is replaced, too.
+    """
     for group, saved in zip(optimizer.param_groups, tree["groups"], strict=True):
         if _is_mixed(group) and saved.get("foreach") is False:
             saved["foreach"] = None
 
 
 def _is_mixed(group: Mapping[str, Any]) -> bool:
+    """Return whether parameters of a group have different meshes, or some have none."""
     meshes = set()
     for parameter in group["params"]:
-        if not parameter.is_meta:  # those of other pipeline stages are
+        if not parameter.is_meta:  # parameters of other pipeline stages are on `meta`
             meshes.add(parameter.device_mesh if isinstance(parameter, DTensor) else None)
     return len(meshes) > 1

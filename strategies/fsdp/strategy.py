@@ -96,8 +96,9 @@ class FSDPStrategy(DataParallel):
             the backward. `"HYBRID_SHARD"` and `"HYBRID_SHARD_ZERO2"` do the same within groups of ranks, and replicate
             the model over the groups. `"NO_SHARD"` only replicates the model. Values of torch's `ShardingStrategy` are
             accepted, too.
-        device_mesh: (number of replicas, ranks per replica). Default: one replica per node for `"HYBRID_SHARD"`, and
-            one replica for `"FULL_SHARD"` and `"SHARD_GRAD_OP"`.
+        device_mesh: (number of replicas, ranks per replica). Default: one replica per node for `"HYBRID_SHARD"` and
+            `"HYBRID_SHARD_ZERO2"`, and one replica for `"FULL_SHARD"` and `"SHARD_GRAD_OP"`. `"NO_SHARD"` does not
+            accept it.
         auto_wrap_policy: The modules that are units: classes or their names, a function of a module, or a policy of
             `torch.distributed.fsdp.wrap`. Default: the result of the task's `shard_units`.
         min_num_params: Alternative to `auto_wrap_policy`. Every module with at least this number of parameters is a
@@ -248,17 +249,19 @@ class FSDPStrategy(DataParallel):
             raise ConfigurationError(
                 f"ep={self.ep} with cpu_offload=True: divided experts stay on the device. Remove one of them."
             )
-        if settings.precision.fp8_all_gather:
-            obstacle = None
-            if self.cpu_offload:
-                obstacle = f"cpu_offload={self.cpu_offload!r}"
-            elif type(self.reshard_after_forward) is int:  # a number of ranks; not a bool
-                obstacle = f"reshard_after_forward={self.reshard_after_forward!r}"
-            if obstacle is not None:
-                raise ConfigurationError(
-                    f"fp8_all_gather=True with {obstacle}: weights are not gathered in float8 with it. "
-                    "Remove one of them."
-                )
+        obstacle = self._obstacle_to_float8_gather()
+        if settings.precision.fp8_all_gather and obstacle is not None:
+            raise ConfigurationError(
+                f"fp8_all_gather=True with {obstacle}: weights are not gathered in float8 with it. Remove one of them."
+            )
+
+    def _obstacle_to_float8_gather(self) -> str | None:
+        """Return the argument with which `Float8Gather` does not work. None if there is no such argument."""
+        if self.cpu_offload:
+            return f"cpu_offload={self.cpu_offload!r}"
+        if type(self.reshard_after_forward) is int:  # a number of ranks; not a bool
+            return f"reshard_after_forward={self.reshard_after_forward!r}"
+        return None
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):
@@ -284,8 +287,8 @@ class FSDPStrategy(DataParallel):
         # The estimate of memory needs parameters that are divided by rows only and stay on the device.
         shards = None
         peak = None
-        is_plain = shape.tp == shape.pp == self.ep == 1
-        if is_plain and not self.cpu_offload:
+        only_rows_are_divided = shape.tp == shape.pp == self.ep == 1
+        if only_rows_are_divided and not self.cpu_offload:
             shards = shape.dp_shard * shape.cp
             frees_units = self.reshard_after_forward is None and self.sharding_strategy in RESHARDING
             peak = "fsdp" if frees_units else None
@@ -306,7 +309,8 @@ class FSDPEngine(ParallelEngine):
         super().__init__(strategy, settings)
         self._building = MetaBuilding(everywhere=strategy.meta_init, others=strategy.cpu_ram_efficient_loading)
         self.gradients = ShardedGradients(self.device)
-        self._replaced: Any = WeakIdKeyDictionary()  # parameter of a user-written loop's model → sharded parameter
+        # Full parameter of a user-written loop's model → its sharded parameter. A dict would compare tensors by value.
+        self._replaced: Any = WeakIdKeyDictionary()
 
     def start(self, topology: Topology) -> None:
         super().start(topology)
@@ -332,18 +336,19 @@ class FSDPEngine(ParallelEngine):
         """
         self._check_before(models, optimizers)
         prepared: list[PreparedModel] = []
-        if roots:  # of a Trainer, where no list keeps the full parameters: each is freed once it is sharded
+        if roots:  # of a Trainer
+            # The full parameters are not stored in a list, so that each is freed once it is sharded.
             for model, root in zip(models, roots, strict=True):
                 sharded = self._parallelize(model, [root], self._building)
                 prepared.append(PreparedModel(sharded.training_call, attributes=model, evaluate=sharded.evaluate))
             return Prepared(prepared, self._over_shards(optimizers))
 
         for model in models:
-            before = list(model.parameters())  # the optimizers of a user-written loop refer to them
+            full_parameters = list(model.parameters())  # the optimizers of a user-written loop refer to them
             if self.precision.autocast_dtype is not None:
-                widen(before)
+                widen(full_parameters)
             sharded = self._parallelize(model, [model], self._building)
-            self._replaced.update(zip(before, model.parameters(), strict=True))
+            self._replaced.update(zip(full_parameters, model.parameters(), strict=True))
             prepared.append(PreparedModel(call=sharded, attributes=model))
         return Prepared(prepared, self._over_shards(optimizers))
 
@@ -357,16 +362,17 @@ class FSDPEngine(ParallelEngine):
 
     def _over_shards(self, optimizers: Optimizers) -> list[Optimizer]:
         """Return the optimizers, which step the shards. Create them if a function is passed."""
-        stepped = create_optimizers(optimizers)
-        for optimizer in stepped:
+        created = create_optimizers(optimizers)
+        for optimizer in created:
             self._refer_to_shards(optimizer)
-        check_optimizers(stepped, self.precision)  # some need parameters that are divided evenly
-        return stepped
+        # Again after `_check_before`: optimizers of torchao need shards of equal size, which exist only now.
+        check_optimizers(created, self.precision)
+        return created
 
     def make_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
     ) -> FullState:
-        if not self.gradients.models:
+        if not self.gradients.models:  # `prepare` has not sharded a model
             return super().make_state(models, optimizers, names)
         return self._state_of(models, optimizers, names)
 
@@ -461,6 +467,7 @@ class FSDPEngine(ParallelEngine):
 
     def make_step(self, parts: StepParts) -> Step:
         parts = self._over_sequences(parts)
+        # Without `synchronize`, every backward reduces gradients.
         if not self.strategy.sync_each_batch:
             parts = replace(parts, synchronize=self.gradients.models[0].synchronize)
         return super().make_step(parts)
@@ -532,10 +539,12 @@ class FSDPEngine(ParallelEngine):
         self._drop_step()
         for model in self.gradients.models:
             model.unwrap()
-        self._training_call = self._eval_call = None
+        self._training_call = None
+        self._eval_call = None
 
     def close(self) -> None:
         self._unwrap()
+        # Every reference to the mesh and its process groups must be gone before `super().close()` destroys the groups.
         mesh = self.mesh
         self.mesh = None
         self.gradients.models.clear()

@@ -63,14 +63,13 @@ class TensorParallelStrategy(FSDPStrategy):
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         world = settings.num_processes
-        wanted = self.tp
-        if wanted not in (None, world):
-            other = (
-                f", or FSDPStrategy(tp={wanted}) to split data over the others" if world % (wanted or 1) == 0 else ""
-            )
+        if self.tp is not None and self.tp != world:
+            alternative = ""
+            if world % self.tp == 0:
+                alternative = f", or FSDPStrategy(tp={self.tp}) to split data over the others"
             raise ConfigurationError(
-                f"tp={wanted} with {world} process(es): {type(self).__name__} splits layers over all of them. Use "
-                f"tp={world}{other}."
+                f"tp={self.tp} with {world} process(es): {type(self).__name__} splits layers over all of them. Use "
+                f"tp={world}{alternative}."
             )
         return self._shape(settings, world)
 
@@ -136,6 +135,7 @@ class ModelParallelStrategy(FSDPStrategy):
         split = self.tensor_parallel_size
         if data == "auto":
             data = settings.num_nodes if split == "auto" else world // split
+        # More groups than processes give tp=1, and the check below then raises an error.
         tp = max(1, world // data) if split == "auto" else split
         if data * tp != world:
             fitting = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)

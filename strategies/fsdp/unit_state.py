@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """Return torch's groups of the parameters that one unit gathers."""
+    """Return torch's groups of the parameters that one unit gathers. Empty for a unit without own parameters."""
     return _groups(unit._get_fsdp_state())
 
 
@@ -47,14 +47,15 @@ def reset_iteration(root: FSDPModule) -> None:
 
 
 def _groups(state: object) -> list[Any]:
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is not None:
-        return list(found)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
     group = getattr(state, "_fsdp_param_group", None)  # torch 2.9
     return [] if group is None else [group]
 
 
 def _wait(stream: torch.Stream, pending: object) -> None:
+    """Let a stream wait for a collective that torch has recorded. None has no event, and nothing waits."""
     event = getattr(pending, "event", None)
     if event is not None:
         stream.wait_event(event)

@@ -190,10 +190,10 @@ class PipelineEngine(FSDPEngine):
     def _build_weights(self, task: nn.Module, own_stages: nn.ModuleList) -> None:
         """Build the weights of all stages, one stage at a time, and free those of other ranks. Collective."""
         kept = {id(parameter) for parameter in own_stages.parameters()}
-        built = self._building.names_to_reset(task, self.processes)
+        names_to_reset = self._building.names_to_reset(task, self.processes)
         for module in self.pipeline.modules:
             # Every rank builds every stage: `materialize` is collective.
-            materialize(task, module, built, self.device)
+            materialize(task, module, names_to_reset, self.device)
             if module.index not in self.pipeline.links.own:
                 free_module(task, module, kept)
         for name, tensor in [*task.named_parameters(), *task.named_buffers()]:

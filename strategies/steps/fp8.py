@@ -44,8 +44,9 @@ class Fp8(Precision):
             value in a `Float8LinearConfig`.
 
     Raises:
-        ConfigurationError: The recipe is unknown, or cannot be combined with `fp8_all_gather`. At the conversion: no
-            layer can be converted, or a name in `skip` does not exist.
+        ConfigurationError: The recipe is unknown or cannot be combined with `fp8_all_gather`, or `min_features` is
+            negative. At the conversion: no layer can be converted, a name in `skip` does not exist, or the device does
+            not support the recipe.
     """
 
     name: str = field(default="fp8", init=False)
@@ -139,7 +140,7 @@ class Fp8(Precision):
         return replace(config, emulate=True)
 
     def _reason_against(self, model: nn.Module, name: str, layer: nn.Linear) -> str:
-        """Return why a layer is not converted. Empty if it is converted."""
+        """Return the reason for which a layer is not converted. Empty if it is converted."""
         sizes = (layer.in_features, layer.out_features)
         if type(layer) is not nn.Linear:
             return f"a {type(layer).__name__}"
@@ -189,7 +190,7 @@ class AORecipeKwargs(KwargsHandler):
         """
         recipe = "tensorwise" if self.config is None else self.config
         if self.config is None and self.pad_inner_dim is False:
-            Fp8().check_device("cpu")
+            Fp8().check_device("cpu")  # raises the error if torchao is not installed
             recipe = float8().Float8LinearConfig()
         elif self.config is not None and self.enable_fsdp_float8_all_gather is False:
             recipe = replace(self.config, enable_fsdp_float8_all_gather=False)
@@ -254,9 +255,9 @@ def convert_layer(layer: nn.Linear, config: object) -> Callable[[], None]:
         A function that restores the layer.
     """
     original_class = type(layer)
-    attributes = set(vars(layer))
+    original_attributes = set(vars(layer))
     converted = float8().convert_to_float8_training(layer, config=config)
-    added = {name: value for name, value in vars(converted).items() if name not in attributes}
+    added = {name: value for name, value in vars(converted).items() if name not in original_attributes}
     vars(layer).update(added)
     # torchao returns a new module. References of the user and of hooks to the layer must stay valid.
     layer.__class__ = type(converted)
@@ -300,7 +301,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
     """Return whether a layer's sizes are multiples of 16 and its name is not in the list.
 
     Args:
-        module: The layer.
+        module: The layer. If it is not linear, only the name is checked.
         fqn: Its name in the model.
         layers_to_filter: Names of layers that are not converted.
     """
@@ -330,7 +331,8 @@ def convert_model_to_fp8_ao(
     Args:
         model: The model.
         config: A `torchao.float8.Float8LinearConfig`. Default: None, torchao's default.
-        module_filter_func: See `AORecipeKwargs`.
+        module_filter_func: Function of a module and its name that returns True for layers to be converted. Default:
+            None, which converts linear layers whose sizes are multiples of 16, except for the first and the last one.
     """
     if module_filter_func is filter_first_and_last_linear_layers:
         module_filter_func = None

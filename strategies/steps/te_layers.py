@@ -23,8 +23,8 @@ from trainwright.strategies.steps.option_table import FP8
 
 _INSTALL = "--no-build-isolation 'transformer_engine[pytorch]'"
 _DEVICES = ("cuda",)
-_STATE = "_extra_state"
-_NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend")
+_STATE = "_extra_state"  # end of the key of a layer's amax history in a state dict
+_NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend")  # options of this package
 
 
 def _three_flags(text: str) -> tuple[bool, bool, bool]:
@@ -70,6 +70,7 @@ class TERecipeKwargs(KwargsHandler):
 
         Raises:
             ConfigurationError: The format is unknown, or block scaling has options of delayed scaling.
+            MissingPackageError: transformer_engine is not installed.
         """
         recipes: Any = _load(".common.recipe")
         options = {name: value for name, value in self.to_kwargs().items() if name not in _NOT_OF_RECIPES}
@@ -239,7 +240,10 @@ def _torch_layer(layer: object, *, linear: bool = True, norms: bool = True) -> A
 
 
 def _convert(model: nn.Module, make: Callable[[nn.Module], Any], undo: ExitStack) -> int:
-    """Replace the layers of a model for which `make` returns another layer. Return the number of replaced layers."""
+    """Replace the layers of a model for which `make` returns another layer. Return the number of replaced layers.
+
+    `undo` restores them.
+    """
     num_replaced = 0
     for parent in list(model.modules()):
         for name, old in list(parent._modules.items()):
@@ -275,8 +279,10 @@ def convert_model(
     """Replace torch's linear layers and layer norms of a model in place by transformer_engine's, or vice versa.
 
     Args:
-        model: The model.
+        model: The model. It is not replaced itself, only layers within it.
         to_transformer_engine: False replaces transformer_engine's layers by torch's. Default: True.
+        _convert_linear: Replace linear layers. Default: True.
+        _convert_ln: Replace layer norms. Default: True.
     """
     make = _engine_layer if to_transformer_engine else _torch_layer
     _convert(model, partial(make, linear=_convert_linear, norms=_convert_ln), ExitStack())
@@ -312,7 +318,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 
     Args:
         model: The model with transformer_engine's layers. Its forward is replaced in place.
-        fp8_recipe_handler: Options. Default: None, transformer_engine's defaults.
+        fp8_recipe_handler: Options. None selects those in environment variables, or else transformer_engine's defaults.
     """
     options = fp8_recipe_handler or TERecipeKwargs()
     forward = contextual_fp8_autocast(model.forward, options.make_recipe(), bool(options.use_autocast_during_eval))

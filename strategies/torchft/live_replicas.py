@@ -37,6 +37,9 @@ class LiveReplicas:
         host: Name or address of this machine for the other replicas. None uses the machine's host name.
         **manager: Further arguments of torchft's Manager.
 
+    Raises:
+        MissingPackageError: torchft is not installed.
+
     Attributes:
         received: State of a replica that has completed more steps than this replica, until the state is loaded. None
             otherwise.
@@ -56,13 +59,16 @@ class LiveReplicas:
         torchft = load_torchft()
         host = host or socket.gethostname()
         self.received: dict[str, Any] | None = None
-        self._is_open = False
+        self._has_joined = False  # True from `join` to the next `average`
         self._device = device
         self._timeout = timeout
-        is_first = processes.rank == 0
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
-        place = (host, self._store.port) if self._store is not None else None
-        host, port = processes.gather_object(place)[0]
+        # The processes of this replica exchange addresses in a store of its first process. Port 0: a free one.
+        self._store: TCPStore | None = None
+        address = None
+        if processes.rank == 0:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            address = (host, self._store.port)
+        host, port = processes.gather_object(address)[0]
         group = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
         self._manager = torchft.Manager(
             pg=group(timeout=timeout),
@@ -84,13 +90,14 @@ class LiveReplicas:
         self.received = state
 
     def join(self) -> None:
-        """Agree with the other live replicas on who takes part in the next step, unless this was done. Blocks.
+        """Agree with the other live replicas on the participants of the next step. Blocks.
 
-        If another replica has completed more steps, `received` is set to its state.
+        A second call before `average` has no effect. If another replica has completed more steps, `received` is set to
+        its state.
         """
-        if not self._is_open:
+        if not self._has_joined:
             self._manager.start_quorum()
-            self._is_open = True
+            self._has_joined = True
 
     def average(self, parameters: Iterable[nn.Parameter], weight: float) -> bool:
         """Replace gradients by their weighted mean over the live replicas. Blocks.
@@ -104,11 +111,13 @@ class LiveReplicas:
         """
         flats = flat_gradients(parameters, weight)
         total = torch.tensor([weight], dtype=torch.float64, device=self._device)
-        for values in (*(flat.values for flat in flats), total):
+        summed = [flat.values for flat in flats]
+        summed.append(total)
+        for values in summed:
             self._manager.allreduce(values, reduce_op=torch.distributed.ReduceOp.SUM).wait()
-        self._is_open = False
-        # When another replica dies, one process of this one may notice at once, while another waits until its exchange
-        # times out. The first must wait for the second.
+        self._has_joined = False
+        # When another replica dies, the exchange of one process of this replica may fail at once, and that of another
+        # process only after the timeout. The first process must wait for the second.
         if not self._manager.should_commit(timeout=2 * self._timeout):
             return False
         for flat in flats:

@@ -16,11 +16,11 @@ class ShardedReplicaEngine(FSDPEngine):
     """Engine for a replica that FSDP shards. Gradients are averaged over the live replicas."""
 
     def __init__(
-        self, given: Description, replica: ReplicaSettings, within: FSDPStrategy, settings: EngineSettings
+        self, description: Description, replica: ReplicaSettings, within: FSDPStrategy, settings: EngineSettings
     ) -> None:
         super().__init__(within, settings)
         self.replica = Replica(replica)
-        self.capabilities = given.capabilities
+        self.capabilities = description.capabilities  # of TorchFTStrategy, not of FSDPStrategy
 
     @property
     def is_main(self) -> bool:
@@ -35,6 +35,7 @@ class ShardedReplicaEngine(FSDPEngine):
         return prepared
 
     def make_step(self, parts: StepParts) -> Step:
+        # As in FSDPEngine, whose method would create another step.
         if not self.strategy.sync_each_batch:
             parts = replace(parts, synchronize=self.gradients.models[0].synchronize)
         return self.replica.make_step(self, parts)

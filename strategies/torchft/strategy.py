@@ -49,7 +49,7 @@ class TorchFTStrategy(Strategy):
             of one process.
 
     Raises:
-        ConfigurationError: A value is not valid.
+        ConfigurationError: A value is not valid. At the start of a run: a number or the lighthouse is missing.
     """
 
     capabilities = Capabilities(
@@ -80,17 +80,18 @@ class TorchFTStrategy(Strategy):
         return self.within is not None
 
     @staticmethod
-    def _sharding(given: FSDPStrategy | Literal["fsdp"] | None) -> FSDPStrategy | None:
-        if given is None:
+    def _sharding(within: FSDPStrategy | Literal["fsdp"] | None) -> FSDPStrategy | None:
+        """Return the strategy of the processes of a replica. None for replicas of one process."""
+        if within is None:
             return None
         from trainwright.strategies.fsdp.strategy import FSDPStrategy  # imports much of torch
 
-        found = FSDPStrategy() if given == "fsdp" else given
-        if type(found) is not FSDPStrategy or max(found.tp, found.cp, found.sp, found.ep) > 1:
+        strategy = FSDPStrategy() if within == "fsdp" else within
+        if type(strategy) is not FSDPStrategy or max(strategy.tp, strategy.cp, strategy.sp, strategy.ep) > 1:
             raise ConfigurationError(
-                f"within={given!r}: TorchFTStrategy supports 'fsdp', or FSDPStrategy without tp, cp, sp and ep."
+                f"within={within!r}: TorchFTStrategy supports 'fsdp', or FSDPStrategy without tp, cp, sp and ep."
             )
-        return found.with_options(state_dict_type="full")
+        return strategy.with_options(state_dict_type="full")
 
     def check(self, settings: EngineSettings) -> None:
         if self.inner is not None:
@@ -161,11 +162,13 @@ class TorchFTStrategy(Strategy):
         return ShardedReplicaEngine(self, replica, self.inner, settings)
 
 
-def _number(name: str, given: int | None, source: str) -> int | None:
-    """Return the argument, or the value of its environment variable."""
-    text = variable(source)
-    if given is not None or text is None:
-        return given
+def _number(name: str, argument: int | None, variable_name: str) -> int | None:
+    """Return the argument, or else the value of its environment variable. None if neither is set."""
+    if argument is not None:
+        return argument
+    text = variable(variable_name)
+    if text is None:
+        return None
     if not text.isdecimal():
-        raise ConfigurationError(f"{source}={text!r}: expected a whole number for {name}.")
+        raise ConfigurationError(f"{variable_name}={text!r}: expected a whole number for {name}.")
     return int(text)

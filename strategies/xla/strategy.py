@@ -41,9 +41,9 @@ class XLAStrategy(DataParallel):
     """Strategy that trains with the XLA compiler (torch_xla), on TPUs or other XLA devices.
 
     XLA records the operations of a step. At the end of the step, it compiles and runs them as one program. Each shape
-    of batches needs a separate program. Use `drop_last=True` in the loader, and pad samples to few lengths. A warning
-    names the batch of each later compilation. `.item()` or `print` in a step splits the step into two programs. Use
-    `self.log` instead.
+    of batches needs a separate program. Use `drop_last=True` in the loader, and pad samples to few lengths. Up to 5
+    warnings name the batches of later compilations. `.item()` or `print` in a step splits the step into two programs.
+    Use `self.log` instead.
 
     With `devices=N`, or with processes of a launcher, each process trains a replica on one device, and gradients are
     averaged. With `spmd`, one process uses all devices of its machine.
@@ -56,6 +56,9 @@ class XLAStrategy(DataParallel):
         downcast_bf16: Store float32 and float64 tensors as bfloat16 on the device. This affects all later runs of the
             process. Default: False.
         timeout, hang_timeout: See `DataParallel`.
+
+    Raises:
+        ConfigurationError: `spmd` is unknown.
     """
 
     capabilities = Capabilities(
@@ -114,26 +117,29 @@ class XLAEngine(ParallelEngine):
         self.library = XLALibrary(spmd=self.strategy.spmd is not None, num_processes=size)
         if size > 1:
             self.gradients = AveragedGradients(self.device, self.processes, self.library)
-        self._models: list[nn.Module] = []
+        self._models: list[nn.Module] = []  # of a user-written loop
         self._synced: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps start the computation on the device
-        self._shapes: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches of the current step
-        self._seen: dict[bool, list[Any]] = {True: [], False: []}  # shapes of training and of evaluation steps so far
-        self._num_repeated = self._num_warnings = 0
+        # Shapes of the batches of the current step. For example, two micro-batches: [{"x": (8, 3)}, {"x": (8, 3)}].
+        self._shapes: list[dict[str, tuple[int, ...]]] = []
+        # The different shapes of training steps (True) and of evaluation steps (False) so far.
+        self._seen: dict[bool, list[Any]] = {True: [], False: []}
+        self._num_repeated = 0  # compilations for known shapes
+        self._num_warnings = 0
 
     def _make_processes(self, topology: Topology) -> Processes:
         return super()._make_processes(topology) if topology.world_size > 1 else Processes(topology)
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
-        found = super().prepare(models, optimizers, plan, roots)
+        prepared = super().prepare(models, optimizers, plan, roots)
         for model in models:
             self._equalize(model)
-        if not roots:
+        if not roots:  # of a user-written loop, where no Step runs the recorded operations
             self._models += models
-            for optimizer in found.optimizers:
+            for optimizer in prepared.optimizers:
                 if optimizer not in self._synced:
                     self._synced.add(optimizer)
                     optimizer.register_step_post_hook(lambda *_: self.library.sync())
-        return found
+        return prepared
 
     def _equalize(self, model: nn.Module) -> None:
         """Copy rank 0's weights to all ranks, and register the parameters whose gradients are averaged."""
@@ -151,6 +157,7 @@ class XLAEngine(ParallelEngine):
         self._divide_parameters(model)
 
     def _divide_parameters(self, model: nn.Module) -> None:
+        """Shard each parameter along its first dimension that the number of devices divides."""
         if self.strategy.spmd != "fsdp":
             return
         for parameter in model.parameters():
@@ -176,22 +183,25 @@ class XLAEngine(ParallelEngine):
         shapes = self._shapes
         self._shapes = []
         seen = self._seen[trains]
-        before = self.library.num_compilations()
+        num_earlier = self.library.num_compilations()
         self.library.sync()
-        compiled = len(seen) >= _WARM_UP and self.library.num_compilations() > before
-        self._num_repeated += compiled and shapes in seen
-        unexpected = compiled and (shapes not in seen or self._num_repeated > _MOST_REPEATED)
-        if unexpected and self._num_warnings < _MOST_WARNINGS:
+        compiled = len(seen) >= _WARM_UP and self.library.num_compilations() > num_earlier
+        is_repeated = shapes in seen
+        if compiled and is_repeated:
+            self._num_repeated += 1
+        is_unexpected = compiled and (not is_repeated or self._num_repeated > _MOST_REPEATED)
+        if is_unexpected and self._num_warnings < _MOST_WARNINGS:
             self._num_warnings += 1
-            reason = (
-                "its operations changed (a branch or a number in Python)"
-                if shapes in seen
-                else f"its shapes are new: {_text(shapes)}, after {_text(seen[-1])}. Pad samples to few lengths, and "
-                "use drop_last=True in the loader"
-            )
+            if is_repeated:
+                reason = "its operations changed (a branch or a number in Python)"
+            else:
+                reason = (
+                    f"its shapes are new: {_text(shapes)}, after {_text(seen[-1])}. Pad samples to few lengths, and "
+                    "use drop_last=True in the loader"
+                )
             kind = "training_step" if trains else "evaluation step"
             warnings.warn(f"XLA compiled the {kind} of batch {batch_idx} again: {reason}.", TrainwrightWarning, 2)
-        if len(seen) < _WARM_UP or shapes not in seen:
+        if len(seen) < _WARM_UP or not is_repeated:  # the first steps count, even with equal shapes
             seen.append(shapes)
 
     def make_state(
@@ -203,10 +213,11 @@ class XLAEngine(ParallelEngine):
         return self._move
 
     def _move(self, batch: object) -> Any:
+        """Move a batch of a user-written loop to the device."""
         if not any(model.training for model in self._models):  # evaluation steps do not end with an optimizer step
             self.library.sync()
         moved = self._placed(move(batch, self.device))
-        self._shapes.clear()
+        self._shapes.clear()  # only `_finish` reads the shapes, which a user-written loop does not call
         return moved
 
     def explain_error(self, error: BaseException, model: nn.Module) -> Exception | None:
@@ -218,7 +229,7 @@ class XLAEngine(ParallelEngine):
         )
 
     def unshard(self) -> None:
-        """Copy the task and the optimizer states to the host."""
+        """Move the task and the optimizer states to the host."""
         move_module(self.task, torch.device("cpu"))
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
@@ -236,14 +247,17 @@ class AveragedGradients(Gradients):
 
     def complete(self) -> None:
         """Average all gradients that exist on any process. Collective. Does not wait for the device."""
-        used = self._processes.gather_integers([int(one.grad is not None) for one in self.parameters])
-        found = []
-        for parameter, times in zip(self.parameters, map(sum, zip(*used, strict=True)), strict=True):
-            if times:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                found.append(parameter.grad)
-        if found:
-            self._library.average(found)
+        has_gradient = [int(parameter.grad is not None) for parameter in self.parameters]
+        by_rank = self._processes.gather_integers(has_gradient)
+        gradients = []
+        for parameter, *flags in zip(self.parameters, *by_rank, strict=True):
+            if not any(flags):
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)  # every process must pass the same gradients
+            gradients.append(parameter.grad)
+        if gradients:
+            self._library.average(gradients)
 
 
 class XLAState(FullState):

@@ -131,6 +131,13 @@ def test_sampling_leaves_the_most_probable_tokens() -> None:
     )
 
 
+def test_top_p_decays_from_1() -> None:
+    scores = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    sampling = Sampling(1.0, 0, 1.0, 0.65)
+    assert (sampling(_PROMPTS, scores) > -torch.inf).tolist() == [[True, True, True, True]]
+    assert (sampling(_PROMPTS, scores) > -torch.inf).tolist() == [[False, True, False, True]]
+
+
 class Holding(TaskModule):
     def __init__(self) -> None:
         super().__init__()

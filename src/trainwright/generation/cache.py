@@ -18,7 +18,8 @@ class KeyValueCache:
     stored yet: first the prompts, then one token per row. Rows may have different lengths.
 
     Attributes:
-        positions: Position of each token of this call in its row, int64 of shape (batch, length).
+        positions: Position of each token of this call in its row, int64 of shape (batch, length). Set by `call`, like
+            `mask`.
         mask: True where a token of this call attends to a stored one, of shape (batch, 1, length, stored): the
             `attn_mask` of `scaled_dot_product_attention`.
 
@@ -31,8 +32,9 @@ class KeyValueCache:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
+        # Layer → (keys, values), each of shape (batch, heads, capacity, width).
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
-        self._updated: set[int] = set()  # layers of this call
+        self._updated: set[int] = set()  # layers that have called `update` in this call
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of this call's tokens, and return the keys and values of all tokens.
@@ -76,7 +78,11 @@ class KeyValueCache:
         self._stored = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._stored.items()}
 
     def call(self, model: nn.Module, tokens: Tensor, positions: Tensor) -> Any:
-        """Return the output of a model for tokens at `positions`, both of shape (batch, length)."""
+        """Return the output of a model for tokens at `positions`, both of shape (batch, length).
+
+        Raises:
+            ConfigurationError: No layer of the model has called `update`.
+        """
         self.positions = positions
         self._updated = set()
         stored = torch.arange(int(positions.max()) + 1, device=positions.device)
@@ -94,7 +100,7 @@ def takes_cache(model: nn.Module) -> bool:
     """Return whether the forward of a model, or of the module in a wrapper, has a parameter `cache`."""
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]  # without self
     children = list(model.children())
-    passes_all_on = all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+    passes_all_on = all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters)
     if len(children) == 1 and passes_all_on:  # a wrapper such as DistributedDataParallel
         return takes_cache(children[0])
-    return any(one.name == "cache" for one in parameters)
+    return any(parameter.name == "cache" for parameter in parameters)

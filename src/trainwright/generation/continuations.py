@@ -53,7 +53,7 @@ def generate(
         input_ids: Prompts, of shape (batch, length). Shorter rows are padded at the beginning or at the end.
         attention_mask: 0 at padding, of the same shape. Default: None, for prompts of equal length.
         max_new_tokens: Number of tokens to add to each row. Default: 32.
-        temperature: Divisor of the logits before sampling. Default: None.
+        temperature: Divisor of the logits before sampling. Default: None, which is 1 with `top_k` or `top_p`.
         top_k: Sample from this many tokens with the highest logits. 0 samples from all tokens. Default: 0.
         top_p: Sample from the most probable tokens whose probabilities sum up to this. Default: 1.
         top_p_decay: Factor of `top_p` after each token. Default: 1.
@@ -62,7 +62,7 @@ def generate(
         eos_token: Token that ends a row. Default: None, the token in the model's `generation_config`, if any.
         pad_token: Token that pads the ends of rows. Default: None, which is `eos_token`, or 0 without one.
         bos_token: Token to put before each prompt. Default: None.
-        stop_words: Token sequences that end a row.
+        stop_words: Token sequences that end a row. The row includes them. Default: none.
         seed: Seed of the sampling. Default: None, which draws a seed from torch's generator.
 
     Raises:
@@ -103,18 +103,20 @@ def generate(
                 "pad_token_id": pad_token,
                 "logits_processor": processors,
             }
-            found = _by_library(library, prompts, words, options)
+            continuations = _by_library(library, prompts, words, options)
         else:
             if num_beams > 1:
-                found = [_beams(model, one, max_new_tokens, num_beams, length_penalty, words) for one in prompts]
+                continuations = []
+                for prompt in prompts:
+                    continuations.append(_beams(model, prompt, max_new_tokens, num_beams, length_penalty, words))
             else:
-                found = _by_logits(model, prompts, max_new_tokens, processors, words)
+                continuations = _by_logits(model, prompts, max_new_tokens, processors, words)
             # Forwards of a sharded model are collective: call it until the ranks with longer continuations end, too.
             while _any_computes(model, input_ids.device, False):
                 model(prompts[0][None])
     finally:
         model.train(was_training)
-    rows = [torch.cat([prompt, cut(words, new)]) for prompt, new in zip(prompts, found, strict=True)]
+    rows = [torch.cat([prompt, cut(words, new)]) for prompt, new in zip(prompts, continuations, strict=True)]
     return pad_sequence(rows, batch_first=True, padding_value=pad_token)
 
 
@@ -141,7 +143,7 @@ def _common_seed(model: nn.Module) -> int:
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> list[Tensor]:
-    """Return the tokens of each row without padding."""
+    """Return the tokens of each row without padding, after `bos_token`. Raise an error for invalid prompts."""
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         kind = f"{input_ids.dtype} tensor" if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ConfigurationError(f"input_ids is a {kind}. Pass token numbers as an integer tensor of (batch, length).")
@@ -161,6 +163,7 @@ def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> l
 
 
 def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
+    """Check that prompts with `num` new tokens fit into the model's context, and tokens into its vocabulary."""
     context = getattr(config, "max_position_embeddings", None)
     size = config.to_dict().get("vocab_size")
     length = max(map(len, prompts)) + num
@@ -177,7 +180,7 @@ def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
         )
 
 
-# Each of these returns the new tokens of each row, which may continue after a stop word.
+# Each of the next three functions returns new tokens, which may continue after a stop word. `generate` cuts them.
 
 
 def _by_library(model: Any, prompts: list[Tensor], words: list[list[int]], options: dict[str, Any]) -> list[Tensor]:
@@ -185,7 +188,7 @@ def _by_library(model: Any, prompts: list[Tensor], words: list[list[int]], optio
     ids = pad_sequence(prompts, batch_first=True, padding_value=options["pad_token_id"], padding_side="left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
     width = ids.shape[1]
-    in_stages = any(parameter.is_meta for parameter in model.parameters())
+    in_stages = any(parameter.is_meta for parameter in model.parameters())  # other ranks hold some pipeline stages
     forward = type(model).forward if in_stages else model.forward  # megatron-core's has no cache
     has_cache = "past_key_values" in inspect.signature(forward).parameters
     if has_cache or in_stages:
@@ -203,7 +206,9 @@ def _by_library(model: Any, prompts: list[Tensor], words: list[list[int]], optio
 def _by_logits(
     model: nn.Module, prompts: list[Tensor], num: int, processors: list[Sampling], words: list[list[int]]
 ) -> list[Tensor]:
+    """Return the continuations of all prompts by greedy search, or by sampling if a processor adds noise."""
     lengths = torch.tensor(list(map(len, prompts)), device=prompts[0].device)
+    # Prompts are padded on the right. New tokens of a row overwrite its padding, from position `lengths`.
     tokens = nn.functional.pad(pad_sequence(prompts, batch_first=True), (0, num))
     cache = _make_cache(model, tokens.shape[1])
     done = [False] * len(prompts)
@@ -212,14 +217,14 @@ def _by_logits(
         for process in processors:
             scores = process(tokens, scores)
         tokens.scatter_(1, (lengths + step)[:, None], scores.argmax(-1, keepdim=True))
-        found = []
+        continuations = []
         for index, prompt in enumerate(prompts):
             new = tokens[index, len(prompt) : len(prompt) + step + 1]
-            found.append(new)
+            continuations.append(new)
             done[index] = done[index] or ends(words, new)
         if all(done):
             break
-    return found
+    return continuations
 
 
 def _beams(
@@ -230,7 +235,7 @@ def _beams(
     beams = prompt.repeat(num_beams, 1)
     totals = torch.full((num_beams,), -torch.inf, device=prompt.device)
     totals[0] = 0.0  # all beams are equal at first
-    finished: list[tuple[float, Tensor]] = []
+    finished: list[tuple[float, Tensor]] = []  # (score, tokens of the prompt and the continuation), the best first
     for length in range(1, num + 1):
         lengths = torch.full((len(beams),), beams.shape[1], device=prompt.device)
         logits = _next_logits(model, beams, lengths, cache, is_first=length == 1)
@@ -241,28 +246,30 @@ def _beams(
         sources = best.indices // scores.shape[1]
         tokens = best.indices % scores.shape[1]
         rows = torch.cat([beams[sources], tokens[:, None]], dim=1)
-        kept = []
+        open_rows = []  # indices of candidates that have not ended, the best first
         for index, row in enumerate(rows):
             if length < num and not ends(words, row[len(prompt) :]):
-                kept.append(index)
+                open_rows.append(index)
             elif index < num_beams:  # as in transformers, worse candidates that end are dropped
                 finished.append((float(best.values[index]) / length**length_penalty, row))
-        finished = sorted(finished, key=lambda one: one[0], reverse=True)[:num_beams]
-        kept = kept[:num_beams]
-        if not kept:
+        finished = sorted(finished, key=lambda beam: beam[0], reverse=True)[:num_beams]
+        open_rows = open_rows[:num_beams]
+        if not open_rows:
             break
         # As `early_stopping=False` of transformers: stop when the best open beam is worse than all finished ones.
-        best_open = float(best.values[kept[0]]) / length**length_penalty
+        best_open = float(best.values[open_rows[0]]) / length**length_penalty
         if len(finished) == num_beams and best_open <= finished[-1][0]:
             break
-        beams = rows[kept]
-        totals = best.values[kept]
+        beams = rows[open_rows]
+        totals = best.values[open_rows]
         if cache is not None:
-            cache.select(sources[kept])
-    return finished[0][1][len(prompt) :]
+            cache.select(sources[open_rows])
+    _, best_row = finished[0]
+    return best_row[len(prompt) :]
 
 
 def _make_cache(model: nn.Module, capacity: int) -> KeyValueCache | None:
+    """Return a cache for rows of up to `capacity` tokens. None if the model does not accept one."""
     in_stages = any(parameter.is_meta for parameter in model.parameters())
     if in_stages or not takes_cache(model):
         return None
@@ -272,17 +279,20 @@ def _make_cache(model: nn.Module, capacity: int) -> KeyValueCache | None:
 def _next_logits(
     model: nn.Module, tokens: Tensor, lengths: Tensor, cache: KeyValueCache | None, *, is_first: bool
 ) -> Tensor:
-    """Return float32 logits of (batch, vocabulary) for the token after the first `lengths` tokens of each row."""
+    """Return float32 logits of (batch, vocabulary) for the token after the first `lengths` tokens of each row.
+
+    Collective if the model's weights are split or sharded.
+    """
     positions = torch.arange(int(lengths.max()), device=tokens.device).expand(len(tokens), -1)
     if cache is not None and not is_first:
-        positions = lengths[:, None] - 1
-    seen = tokens.gather(1, positions)
-    _any_computes(model, tokens.device, True)
-    output = model(seen) if cache is None else cache.call(model, seen, positions)
+        positions = lengths[:, None] - 1  # only the last token of each row; the cache has the others
+    inputs = tokens.gather(1, positions)
+    _any_computes(model, tokens.device, True)  # ranks that have finished call the model, too; see `generate`
+    output = model(inputs) if cache is None else cache.call(model, inputs, positions)
     logits: Tensor = getattr(output, "logits", output)
-    if logits.dim() != 3 or logits.shape[:2] != seen.shape:
+    if logits.dim() != 3 or logits.shape[:2] != inputs.shape:
         raise ConfigurationError(
-            f"the model returned logits of shape {tuple(logits.shape)} for tokens of {tuple(seen.shape)}. Expected "
+            f"the model returned logits of shape {tuple(logits.shape)} for tokens of {tuple(inputs.shape)}. Expected "
             "(batch, length, vocabulary)."
         )
     rows = torch.arange(len(tokens), device=logits.device)
@@ -297,8 +307,9 @@ def _is_shared(model: nn.Module) -> bool:
 
 
 def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> bool:
-    """Return whether `computes` is True on any rank. All ranks must then call the model. Collective if the model's
-    weights are split or sharded over ranks. Otherwise, return False without communication.
+    """Return whether `computes` is True on any rank. All ranks must then call the model.
+
+    Collective if the model's weights are split or sharded over ranks. Otherwise, return False without communication.
     """
     if not _is_shared(model):
         return False

@@ -55,7 +55,7 @@ class Sampling:
             more_probable = probabilities.cumsum(-1) - probabilities
             is_left_out = torch.zeros_like(ordered, dtype=torch.bool).scatter(-1, tokens, more_probable >= self._top_p)
             scores = scores.masked_fill(is_left_out, -torch.inf)
-            self._top_p *= self._decay
+        self._top_p *= self._decay
         if self._generator is None:
             return scores
         # -log(Exponential(1)) is Gumbel noise.
@@ -63,16 +63,20 @@ class Sampling:
 
 
 def all_stop_words(words: Sequence[Sequence[int]], eos_token: int | None) -> list[list[int]]:
-    """Return `words` and the word `[eos_token]`. Raise a `ConfigurationError` unless words are sequences of tokens."""
+    """Return `words`, and the word `[eos_token]` unless `eos_token` is None.
+
+    Raises:
+        ConfigurationError: A word is empty or not a sequence of tokens.
+    """
     for word in words:
         if isinstance(word, (int, str)):
             raise ConfigurationError(f"stop_words has {word!r}, expected sequences of tokens: [[11], [12, 13]].")
         if not len(word):
             raise ConfigurationError("stop_words has an empty sequence. Remove it.")
-    found = [list(word) for word in words]
+    all_words = [list(word) for word in words]
     if eos_token is not None:
-        found.append([eos_token])
-    return found
+        all_words.append([eos_token])
+    return all_words
 
 
 def ends(words: list[list[int]], tokens: Tensor) -> bool:

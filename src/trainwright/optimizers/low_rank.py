@@ -29,7 +29,7 @@ class LowRankAdamW(Optimizer):
         scale: Factor of the projected updates. Default: 0.25.
 
     Raises:
-        ConfigurationError: `rank` or `update_every` is less than 1.
+        ConfigurationError: `rank` or `update_every` is not an integer of at least 1.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class LowRankAdamW(Optimizer):
         return loss
 
     def _step_one(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        # For a matrix (rows, columns) with rows >= columns, `projection` is (rank, columns), and both averages are
+        # (rows, rank). New directions do not change the averages, as in GaLore.
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -82,7 +84,7 @@ class LowRankAdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(grad)
             state["exp_avg_sq"] = torch.zeros_like(grad)
         state["step"] += 1
-        (beta1, beta2) = group["betas"]
+        beta1, beta2 = group["betas"]
         step = float(state["step"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         mean = state["exp_avg"].lerp_(grad, 1 - beta1)
@@ -104,8 +106,10 @@ def _directions(grad: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _project(grad: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """Return the coordinates of the gradient along the directions."""
     return grad @ projection.T if grad.shape[0] >= grad.shape[1] else projection @ grad
 
 
 def _project_back(update: torch.Tensor, projection: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return an update in the shape of the parameter `like`."""
     return update @ projection if like.shape[0] >= like.shape[1] else projection.T @ update

@@ -68,24 +68,25 @@ def create_optimizer(
 
 
 def _load(name: str) -> Any:
-    module, _, kind = _TABLE[name].rpartition(".")
-    found = getattr(require_package(module, purpose=f"The optimizer {name!r}"), kind, None)
-    if found is None:
+    """Import the class of an optimizer."""
+    module, _, class_name = _TABLE[name].rpartition(".")
+    kind = getattr(require_package(module, purpose=f"The optimizer {name!r}"), class_name, None)
+    if kind is None:
         package = module.partition(".")[0]
         raise ConfigurationError(
             f"The optimizer {name!r} needs {_TABLE[name]}, which the installed version of {package} does not have. "
             f"Run: pip install --upgrade {package}"
         )
-    return found
+    return kind
 
 
 def _check_options(name: str, kind: Any, options: dict[str, Any]) -> None:
     known = [option for option in inspect.signature(kind).parameters if option not in ("self", "params", "lr")]
     for option in options:
         if option == _STOCHASTIC_ROUNDING and option not in known:
-            having = [repr(other) for other, place in _TABLE.items() if place.startswith("torchao")]
+            supporting = [repr(other) for other, path in _TABLE.items() if path.startswith("torchao")]
             raise ConfigurationError(
-                f"{option}={options[option]!r}: {name!r} has no stochastic rounding. Use {', '.join(having)}, or "
+                f"{option}={options[option]!r}: {name!r} has no stochastic rounding. Use {', '.join(supporting)}, or "
                 "remove the option."
             )
         if option not in known:
@@ -96,6 +97,7 @@ def _check_options(name: str, kind: Any, options: dict[str, Any]) -> None:
 
 
 def _parameters(groups: list[Any]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a list of parameters or of parameter groups."""
     for group in groups:
         members = group["params"] if isinstance(group, dict) else [group]
         yield from [members] if isinstance(members, torch.Tensor) else members

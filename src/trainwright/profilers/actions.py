@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trainwright.profilers.profiler import Profiler
 
-_TOP = 20  # actions in the short form
+_TOP = 20  # actions in the table of SimpleProfiler(extended=False)
 
 
 class ActionTotals(NamedTuple):
@@ -57,7 +57,7 @@ class SimpleProfiler(Profiler):
         extended: Print all actions. False prints the 20 longest. Default: True.
 
     Attributes:
-        totals: `ActionTotals` of each action.
+        totals: `ActionTotals` of each action. Only actions that have ended count.
         recorded_durations: For each action the seconds of each call, with nested actions.
     """
 
@@ -66,7 +66,7 @@ class SimpleProfiler(Profiler):
         self.extended = extended
         self.totals: dict[str, ActionTotals] = {}
         self.recorded_durations: dict[str, list[float]] = {}
-        self._started_s = perf_counter()  # the time of this profiler's creation, or of the stage
+        self._started_s = perf_counter()  # time at which this profiler was created, or the stage began
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
@@ -142,7 +142,7 @@ class AdvancedProfiler(Profiler):
 
     def start(self, action_name: str) -> None:
         if self._open:
-            self._open[-1].profile.disable()
+            self._open[-1].profile.disable()  # until the nested action stops
         profile = self._profiles.setdefault(action_name, cProfile.Profile())
         self._open.append(_ProfiledAction(action_name, profile))
         profile.enable()

@@ -104,7 +104,13 @@ class Profiler:
         return ""
 
     def describe(self, show: Callable[[str], Any] = print) -> None:
-        """Write the summary to a file, or show rank 0's if `dirpath` and `filename` are None. Show the file names."""
+        """Write the summary to a file, or show rank 0's if `dirpath` and `filename` are None. Show the file names.
+
+        Does nothing if the summary is empty.
+
+        Args:
+            show: Function that receives each text. Default: `print`.
+        """
         text = self.summary()
         if not text:
             return
@@ -128,7 +134,7 @@ class Profiler:
         """Release everything at the end of a stage."""
 
     def path(self, ending: str, part: str | int | None = None) -> Path:
-        """Return the path of the file `{stage}-{filename}-{part}{ending}`. `part` is this rank by default."""
+        """Return the path of the file `{stage}-{filename}-{part}{ending}`. Default of `part`: this rank."""
         part = self.rank if part is None else part
         return self._folder / f"{self._name}-{part}{ending}"
 
@@ -159,7 +165,7 @@ PROFILERS: Registry[type[Profiler]] = Registry(
 
 
 def resolve_profiler(value: object) -> Profiler:
-    """Return the profiler for an argument: a short name, a Profiler, or None, which records nothing.
+    """Return the profiler for the Trainer's argument: a short name, a Profiler, or None, which records nothing.
 
     Raises:
         ConfigurationError: The name is unknown, or the object is of another class.

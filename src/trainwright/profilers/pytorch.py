@@ -40,30 +40,31 @@ class _OpenRegion:
     region: Any
 
 
-def make_schedule(given: Mapping[str, int] | Schedule | None) -> Schedule | None:
-    """Return a schedule (a function of the step) from arguments of `torch.profiler.schedule`. `active` is required.
-    `wait` and `warmup` default to 0. A function, and None, are returned unchanged.
+def make_schedule(value: Mapping[str, int] | Schedule | None) -> Schedule | None:
+    """Return a schedule, which is a function of the step, from arguments of `torch.profiler.schedule`.
+
+    `active` is required. `wait` and `warmup` default to 0. A function, and None, are returned unchanged.
 
     Raises:
         ConfigurationError: A key is unknown, `active` is missing, or a value is out of its range.
     """
-    if given is None or callable(given):
-        return given
+    if value is None or callable(value):
+        return value
     known = list(inspect.signature(torch.profiler.schedule).parameters)
-    for key in given:
+    for key in value:
         if key not in known:
             raise ConfigurationError(f"a schedule has no key {key!r}.{nearest(key, known)} Known: {', '.join(known)}.")
-    if "active" not in given:
+    if "active" not in value:
         raise ConfigurationError(
-            f"schedule={dict(given)} has no 'active', which is the number of steps to record in a cycle. Add it."
+            f"schedule={dict(value)} has no 'active', which is the number of steps to record in a cycle. Add it."
         )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Profiler won't be using warmup")  # it was requested
-            schedule: Schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **given})
+            schedule: Schedule = torch.profiler.schedule(**{"wait": 0, "warmup": 0, **value})
     except (AssertionError, TypeError) as error:
         raise ConfigurationError(
-            f"schedule={dict(given)}: expected whole numbers, at least 1 for active and at least 0 for the others."
+            f"schedule={dict(value)}: expected whole numbers, at least 1 for active and at least 0 for the others."
         ) from error
     return schedule
 
@@ -100,6 +101,7 @@ class CycleProfile(torch.profiler.profile):
                     f"the activity {str(activity).rpartition('.')[2].lower()!r} cannot be recorded on this machine. "
                     f"Supported: {', '.join(known)}."
                 )
+        # torch calls the handler with this profiler, so that the unbound method becomes a call of the method.
         super().__init__(schedule=make_schedule(schedule), on_trace_ready=CycleProfile._call_handlers, **options)
         self.num_recorded = 0
         self.num_exported = 0
@@ -115,18 +117,22 @@ class CycleProfile(torch.profiler.profile):
 
     def step(self) -> None:
         """End a step."""
-        self.num_recorded += self.is_recording
-        with warnings.catch_warnings():  # they were exported
+        if self.is_recording:
+            self.num_recorded += 1
+        with warnings.catch_warnings():  # the handlers have exported the events
             warnings.filterwarnings("ignore", ".*Profiler clears events at the end of each cycle")
             super().step()
 
     def _call_handlers(self) -> None:
+        """Call the handlers at the end of a cycle, unless no step of the cycle has ended."""
         counts_steps = self.step_num > 0  # otherwise the whole block is recorded as one cycle
         if counts_steps and self.num_recorded == self.num_exported:
             return
         handlers = self.handlers
         self._first_trace = ""
-        self.handlers = []  # after a failed export, torch crashes in another one
+        # If a handler raises, torch calls this method again at the end of the profile, and would crash in the export.
+        # The list then stays empty.
+        self.handlers = []
         for handler in handlers:
             handler(self)
         self.handlers = handlers
@@ -174,7 +180,8 @@ class PyTorchProfiler(Profiler):
         emit_nvtx: Only mark operators for NVIDIA's tools, by `torch.autograd.profiler.emit_nvtx`. Default: False.
         export_to_chrome: Write the traces. Default: True.
         row_limit: Rows of the table. -1 shows all rows. Default: 20.
-        sort_by_key: Column that sorts the table, such as `cpu_time_total`. Default: None, the total time on the device.
+        sort_by_key: Column that sorts the table, such as `cpu_time_total`. Default: None, which is the total time on
+            the GPU with CUDA, and otherwise on the CPU.
         record_module_names: Mark the forward of each module with its name. Default: True.
         table_kwargs: Further arguments of torch's `table`. Default: None.
         schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of the step.
@@ -186,7 +193,8 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
-        ConfigurationError: An argument, a key of `schedule` or `sort_by_key` is unknown.
+        ConfigurationError: An argument, a key of `schedule` or `sort_by_key` is unknown. In `setup`: this machine
+            cannot record an activity, or has no NVIDIA GPU for `emit_nvtx`.
     """
 
     def __init__(
@@ -235,7 +243,7 @@ class PyTorchProfiler(Profiler):
         # Set by `setup`. None between stages, and with emit_nvtx.
         self.profiler: CycleProfile | None = None
         self._text = ""  # the summary of the last cycle
-        self._resources = ExitStack()  # what `close` ends
+        self._resources = ExitStack()  # the profile, hooks of modules and the recording of memory, which `close` ends
         self._cycles: list[str] = []  # part of the names of the files of each finished cycle: "", "-1", "-2"
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
@@ -252,6 +260,7 @@ class PyTorchProfiler(Profiler):
             self._resources.enter_context(torch.autograd.profiler.emit_nvtx())  # type: ignore[no-untyped-call]  # torch's
             return
         profiler = CycleProfile(self.schedule, self._receive, **self.profiler_kwargs)
+        # Memory is recorded from before the profile starts until after it ends.
         if self.memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history()
             self._resources.callback(self._write_snapshot)
@@ -434,8 +443,16 @@ class ProfileKwargs(KwargsHandler):
 def profiled(
     options: ProfileKwargs, process_index: int, wait: Callable[[], None], written: list[str]
 ) -> Iterator[torch.profiler.profile]:
-    """Yield a profiler that records the `with` block; see `Accelerator.profile`. The paths of its traces are appended
-    to `written`. `wait` is called after the traces are written.
+    """Yield a profiler that records the `with` block; see `Accelerator.profile`.
+
+    Args:
+        options: Options of the profiler.
+        process_index: Index of this process, in the names of the traces.
+        wait: Called after the traces are written, if there is a folder for them.
+        written: List to which the paths of the traces are appended.
+
+    Raises:
+        ConfigurationError: `options` is not a ProfileKwargs, or this machine cannot record an activity.
     """
     if not isinstance(options, ProfileKwargs):
         raise ConfigurationError(f"accelerator.profile({options!r}): expected ProfileKwargs(…).")
@@ -445,7 +462,7 @@ def profiled(
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        number = sum(Path(path).parent == folder for path in written)
+        number = sum(Path(path).parent == folder for path in written)  # of earlier traces in the folder
         suffix = f"-{number}" if number else ""
         written.append(str(folder / f"profile_{process_index}{suffix}.json"))
         profiler.export_chrome_trace(written[-1])

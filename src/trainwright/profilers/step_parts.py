@@ -19,7 +19,10 @@ _STRATEGY_PARTS = {"batch_to_device": "host to device", "training_step": "forwar
 
 @cache
 def part_of(name: str) -> str | None:
-    """Return the part of a step that an action of the Trainer belongs to, or None if it is not counted."""
+    """Return the part of a step that an action of the Trainer belongs to, or None if it is not counted.
+
+    For example, `"[Strategy]DDPEngine.backward"` belongs to `"backward"`.
+    """
     kind, _, rest = name.partition("]")
     action = rest.rpartition(".")[2]
     if kind == "[Loader":
@@ -45,16 +48,16 @@ class StepPartsProfiler(SimpleProfiler):
         self.steps = steps
         self.warmup = warmup
         self.traced = traced
-        self._num_done = 0
+        self._num_done = 0  # completed steps, also those before and after the measured ones
         self._num_measured = 0
-        self._measuring_since = 0.0
+        self._measuring_since = 0.0  # `perf_counter` at the end of the warmup
         self._measured_s = 0.0
         self._own_s: dict[str, float] = {}  # of each action, in the measured steps
-        self._data_wait_s = 0.0
+        self._data_wait_s = 0.0  # in the measured steps
         self._longest_data_wait_s = 0.0  # in one step
-        self._trace: Any = None
+        self._trace: Any = None  # the open torch.profiler; None before and after the traced steps
         self._regions: list[Any] = []  # open regions of the trace, the innermost last
-        self._communication_shares: dict[str, float] = {}
+        self._communication_shares: dict[str, float] = {}  # see `communication_shares`
 
     def start(self, action_name: str) -> None:
         part = part_of(action_name)
@@ -79,7 +82,7 @@ class StepPartsProfiler(SimpleProfiler):
         _wait_for_gpu()
         last_measured = self.warmup + self.steps
         if self._num_done <= self.warmup:
-            self.totals = {}
+            self.totals = {}  # SimpleProfiler adds up from here
             self._measuring_since = perf_counter()
         elif self._num_done <= last_measured:
             self._measure()
@@ -171,8 +174,9 @@ def communication_shares(events: Iterable[tuple[str, float, float]]) -> dict[str
         elif change > 0:
             open_parts.append(part)
         elif part in open_parts:
-            innermost = len(open_parts) - 1 - open_parts[::-1].index(part)
-            del open_parts[innermost]
+            # Remove the innermost part with this name. Regions may end in another order than they started.
+            num_after = open_parts[::-1].index(part)
+            del open_parts[len(open_parts) - 1 - num_after]
     return {part: in_collectives[part] / seconds for part, seconds in total.items() if seconds > 0}
 
 

@@ -44,7 +44,8 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
     """Return the arguments of a call of an `__init__`, without the object itself.
 
     Args:
-        frame: The frame of the call, as `inspect.currentframe()` returns it. In other functions the result is empty.
+        frame: The frame of the call, as `inspect.currentframe()` returns it. The result is empty if the function does
+            not use `super()` or `__class__`.
     """
     variables = inspect.getargvalues(frame).locals
     if "__class__" not in variables:
@@ -83,7 +84,7 @@ def save_hparams_to_yaml(
     Args:
         config_yaml: The file.
         hparams: Names and values.
-        use_omegaconf: Accepted without effect: the file is read as plain YAML. Default: True.
+        use_omegaconf: Accepted without effect: the file is written as plain YAML. Default: True.
     """
     import yaml
 
@@ -204,6 +205,7 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
 
 
 def _holder(model: Any, attribute: str) -> Any:
+    """Return the last of `_holders`. Raise an AttributeError if there are none."""
     holders = _holders(model, attribute)
     if not holders:
         raise AttributeError(
@@ -213,6 +215,7 @@ def _holder(model: Any, attribute: str) -> Any:
 
 
 def _holders(model: Any, attribute: str) -> list[Any]:
+    """Return those of the task, its hyper-parameters and its data module that have an attribute, in this order."""
     run = getattr(model, "_run", None)  # the property `trainer` raises outside of a run
-    found = [model, getattr(model, "hparams", None), getattr(run, "datamodule", None)]
-    return [holder for holder in found if holder is not None and hasattr(holder, attribute)]
+    candidates = [model, getattr(model, "hparams", None), getattr(run, "datamodule", None)]
+    return [holder for holder in candidates if holder is not None and hasattr(holder, attribute)]

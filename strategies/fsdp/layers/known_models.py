@@ -204,7 +204,9 @@ def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Pla
 
 
 def sequence_parallel_plan(task: nn.Module, mesh: DeviceMesh, *, strict: bool) -> Plan | None:
-    """Return built-in plans with sequence parallelism for the transformers models in a task. None if there are none.
+    """Return built-in plans with sequence parallelism for the transformers models in a task.
+
+    The result is None if no model is supported.
 
     Args:
         strict: Raise an error for a model without sequence parallelism. False splits its layers, but no sequences.
@@ -264,11 +266,19 @@ def check_plan(task: nn.Module, given: GivenPlan | None, lengths: Mapping[str, i
 
     Not collective. If the plan is a function that needs more than the sizes of the mesh, the check follows once the
     mesh exists.
+
+    Args:
+        task: The task.
+        given: The strategy's argument `tensor_parallel_plan`.
+        lengths: Name of an axis of the mesh → number of ranks along it.
+
+    Raises:
+        ConfigurationError: See `find_plan` and `SplitLayers`.
     """
     mesh: Any = PlannedMesh(lengths)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # shown when layers are split
+            warnings.simplefilter("ignore")  # a user's plan function runs again, and warns, when layers are split
             plan = find_plan(task, given, mesh)
     except _NeedsMesh:
         return

@@ -49,14 +49,23 @@ def need_divisible(tp: int, **counts: int) -> None:
 
 
 def _divisors(count: int) -> str:
-    found = [str(n) for n in range(2, count + 1) if count % n == 0]
-    return " or ".join(found[:4]) or "1"
+    """Return the smallest divisors above 1 as text, such as "2 or 3 or 4 or 6" for 12."""
+    divisors = [str(n) for n in range(2, count + 1) if count % n == 0]
+    return " or ".join(divisors[:4]) or "1"
 
 
 Plan = Mapping[str, Any]
 """Pattern of module names → the name of a style (see `STYLES`), a torch `ParallelStyle`, or several of them."""
 GivenPlan = Plan | Callable[[nn.Module, DeviceMesh], Plan | None]
 """A plan, or a function that returns one for a model and the run's mesh."""
+
+
+class _SplitModule(NamedTuple):
+    """A module whose layers were split, with the data to undo it."""
+
+    module: nn.Module
+    attributes: dict[str, Any]  # public attributes before the split
+    added_hooks: set[tuple[str, int]]  # see `hook_keys`
 
 
 class SplitLayers:
@@ -71,27 +80,30 @@ class SplitLayers:
 
     Attributes:
         splits_loss: The plan has a style that leaves logits sharded; see `LossParallel`.
+
+    Raises:
+        ConfigurationError: A pattern matches no module, a style is unknown or does not support the layer, or a width is
+            not divisible.
     """
 
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh, root: nn.Module | None = None) -> None:
         self._task = task
         self._mesh = mesh
-        self._styles: dict[int, list[ParallelStyle]] = {}
-        # Each with its attributes before the split, and the hooks that the split added.
-        self._split_modules: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
+        self._styles: dict[int, list[ParallelStyle]] = {}  # id of a module that is not split yet → its styles
+        self._split_modules: list[_SplitModule] = []
         modules = dict(task.named_modules())
-        for pattern, wanted in plan.items():
+        for pattern, value in plan.items():
             for module in _matching(modules, pattern):
-                entries = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+                entries = value if isinstance(value, (list, tuple)) else [value]
                 styles = [_style(entry, module, pattern) for entry in entries]
                 self._styles.setdefault(id(module), []).extend(styles)
         for name, module in modules.items():
             for style in self._styles.get(id(module), ()):
                 _check_width(name, module, style, mesh.size())
-        inside = set((task if root is None else root).modules())
-        self._ties: list[list[_Use]] = []
+        modules_of_root = set((task if root is None else root).modules())
+        self._ties: list[list[_Use]] = []  # for each tied parameter its uses within `root`
         for uses in _ties(task):
-            self._ties.append([use for use in uses if use.module in inside])
+            self._ties.append([use for use in uses if use.module in modules_of_root])
         self.splits_loss = False
         for styles in self._styles.values():
             if any(_leaves_split(style) for style in styles):
@@ -101,6 +113,9 @@ class SplitLayers:
         """Split those layers in a module that have not been split yet. Not collective.
 
         The weights must be full and equal on every rank. Tied weights remain tied.
+
+        Raises:
+            ConfigurationError: The plan splits the uses of a tied weight in different ways.
         """
         for module in list(part.modules()):
             styles = self._styles.pop(id(module), None)
@@ -113,13 +128,16 @@ class SplitLayers:
                 parallelize_module(module, self._mesh, style, src_data_rank=None)
             for name, requires_grad in is_trained.items():  # torch 2.13's SequenceParallel sets requires_grad=True
                 module.get_parameter(name).requires_grad_(requires_grad)
-            self._split_modules.append((module, attributes, hook_keys(module) - former_hooks))
-            _own_memory(module)
+            self._split_modules.append(_SplitModule(module, attributes, hook_keys(module) - former_hooks))
+            _free_full_weights(module)
         self._tie_again()
 
     def narrow(self) -> None:
-        """Replace parameters by uninitialized tensors of a shard's shape, to estimate the memory of a rank."""
-        narrowed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays tied
+        """Replace parameters by uninitialized tensors of a shard's shape, to estimate the memory of a rank.
+
+        Used instead of `split` for a model on the device `meta`, without process groups.
+        """
+        narrowed: dict[nn.Parameter, nn.Parameter] = {}  # full parameter → its shard, so that a tied weight stays tied
 
         def narrow(module: nn.Module, name: str, dim: int) -> None:
             full = module.get_parameter(name)
@@ -147,13 +165,13 @@ class SplitLayers:
 
     def undo(self) -> None:
         """Remove hooks and attributes. Parameters remain shards. Not collective."""
-        for module, attributes, hooks in reversed(self._split_modules):
+        for module, attributes, added_hooks in reversed(self._split_modules):
             for name in list(vars(module)):
-                if not name.startswith("_") and name not in attributes:
+                if not name.startswith("_") and name not in attributes:  # such as `forward`
                     del vars(module)[name]
-            vars(module).update(attributes)
-            vars(module).pop("_distribute_module_applied", None)
-            for table, key in hooks:
+            vars(module).update(attributes)  # such as the number of heads
+            vars(module).pop("_distribute_module_applied", None)  # with this mark, torch refuses to split it again
+            for table, key in added_hooks:
                 vars(module)[table].pop(key, None)
         self._split_modules = []
 
@@ -165,7 +183,8 @@ class SplitLayers:
             if not shards or all(parameter is parameters[0] for parameter in parameters):
                 continue
             is_split_alike = all(shard.placements == shards[0].placements for shard in shards)
-            if len(shards) < len(parameters) or not is_split_alike:
+            all_are_split = len(shards) == len(parameters)
+            if not all_are_split or not is_split_alike:
                 raise ConfigurationError(
                     f"{' and '.join(use.full_name for use in uses)} are one tied weight, which the tensor-parallel "
                     "plan splits in different ways. Split all of them or none. For example, use 'embedding' for the "
@@ -184,9 +203,10 @@ class _Use(NamedTuple):
 
 
 def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+    """Return an uninitialized parameter with the shape of rank 0's shard."""
     shape = list(parameter.shape)
-    shape[dim] = math.ceil(shape[dim] / ranks)  # of rank 0, which has the most rows
-    return nn.Parameter(torch.empty_like(parameter, memory_format=torch.contiguous_format).new_empty(shape))
+    shape[dim] = math.ceil(shape[dim] / ranks)  # rank 0 has the most rows
+    return nn.Parameter(parameter.new_empty(shape))
 
 
 def _leaves_split(style: ParallelStyle) -> bool:
@@ -195,19 +215,19 @@ def _leaves_split(style: ParallelStyle) -> bool:
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]:
-    """Return the modules whose names match a pattern, part by part."""
+    """Return the modules whose names match a pattern, part by part. Raise an error if there are none."""
     patterns = pattern.split(".")
-    found = []
+    matching = []
     for name, module in modules.items():
         parts = name.split(".")
         if len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns)):
-            found.append(module)
-    if not found:
+            matching.append(module)
+    if not matching:
         raise ConfigurationError(
             f"the tensor-parallel plan names {pattern!r}, which matches no module of the task."
             f"{nearest(pattern, _generic(modules))} See its named_modules()."
         )
-    return found
+    return matching
 
 
 def _generic(modules: Mapping[str, nn.Module]) -> list[str]:
@@ -226,6 +246,7 @@ def starred(name: str) -> str:
 
 
 def _style(entry: object, module: nn.Module, pattern: str) -> ParallelStyle:
+    """Return the style object of a plan's entry for a module. Raise an error if it does not exist."""
     if isinstance(entry, ParallelStyle):
         if is_conv1d(module) and isinstance(entry, (ColwiseParallel, RowwiseParallel)):
             raise ConfigurationError(
@@ -242,7 +263,7 @@ def _style(entry: object, module: nn.Module, pattern: str) -> ParallelStyle:
 
 
 def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
-    """Check that a style can split a layer evenly."""
+    """Raise an error if a style cannot split a layer evenly, or needs an attribute that is not divisible."""
     if isinstance(style, DivideAttributes):
         need_divisible(ranks, **{f"{name}.{key}": getattr(module, key) for key in style.names})
         return
@@ -311,14 +332,15 @@ def _ties(task: nn.Module) -> list[list[_Use]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 uses.setdefault(parameter, []).append(_Use(module, name, prefix + name))
-    return [found for found in uses.values() if len(found) > 1]
+    return [uses_of_one for uses_of_one in uses.values() if len(uses_of_one) > 1]
 
 
-def _own_memory(module: nn.Module) -> None:
+def _free_full_weights(module: nn.Module) -> None:
     """Replace shards that are views of full weights by copies, so that the full weights are freed."""
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor):
             local = parameter._local_tensor
+            # The storage of a view is that of the full weight, which is larger.
             if local.untyped_storage().nbytes() > local.numel() * local.element_size():
                 with torch.no_grad():
                     parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)

@@ -19,6 +19,7 @@ from tests.strategies.fsdp.sharded import Block
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.fsdp.options import mesh_shape
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.mesh import MeshShape
 
 _BF16 = torch.bfloat16
 
@@ -108,6 +109,7 @@ def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to
         ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
         ({"auto_wrap_policy": "Block", "min_num_params": 5}, "Remove one of them"),
         ({"forward_prefetch": -1}, "number of units"),
+        ({"sharding_strategy": "NO_SHARD", "device_mesh": (2, 4)}, "Remove one of them"),
         ({"use_orig_params": True}, "FSDP2 does not have use_orig_params"),
         ({"shardingstrategy": "FULL_SHARD"}, "Did you mean 'sharding_strategy'"),
         ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Remove one of them"),
@@ -123,6 +125,13 @@ def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to
 def test_an_argument_that_cannot_be_served_says_what_to_do(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         FSDPStrategy(**options)
+
+
+@pytest.mark.parametrize("sharding_strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_hybrid_sharding_keeps_a_replica_on_each_node(sharding_strategy: str) -> None:
+    assert mesh_shape(sharding_strategy, None, num_nodes=2, devices_per_node=4) == MeshShape(dp_replicate=2, dp_shard=4)
+    with pytest.raises(ConfigurationError, match=f"{sharding_strategy}.*there is one node"):
+        mesh_shape(sharding_strategy, None, num_nodes=1, devices_per_node=4)
 
 
 @pytest.mark.parametrize(("num_nodes", "devices_per_node"), [(2, 6), (4, 2)])
