@@ -26,10 +26,14 @@ class DataRanks:
     Attributes:
         processes: All processes.
         rank: Data-parallel rank of this process. Processes with different ranks see different data.
-        members: One global rank for each data-parallel rank, the same on every process. If some of them are not among
-            `processes`, a rank that is stands for them; see `Replica.data_ranks`.
-        group: Process group of this process and one process of each other data-parallel rank. None means all processes.
-        alone: Methods do not communicate. Their results are as if all ranks had passed the values of this rank.
+        members: For each data-parallel rank, the global rank of one of its processes. The same on every process. With
+            torchft, the data-parallel ranks of other replicas are not among `processes`. The rank of this replica in
+            the same position represents them: members [0, 1, 0, 1] for 2 replicas of 2 ranks (see
+            `Replica.data_ranks`).
+        group: Process group of this process and one process of each other data-parallel rank. None is the group of all
+            processes.
+        alone: True if `sum` and `all_gather` do not communicate. Their results are as if all ranks had passed the
+            values of this rank.
         parts: Number of consecutive ranks that read the same batches and see different parts of their sequences.
     """
 
@@ -94,7 +98,9 @@ class DataRanks:
         if self.alone:
             return value * self.size
         dist.all_reduce(value)
-        copies = self.processes.world_size / self.size  # below 1 if some of the ranks are not among `processes`
+        # 4 processes of 2 data-parallel ranks: the sum contains each value twice. 2 processes that represent 4
+        # data-parallel ranks (see `members`): half of the values, so it is doubled.
+        copies = self.processes.world_size / self.size
         return value if copies == 1 else value / copies
 
     @torch.no_grad()
@@ -114,6 +120,10 @@ class DataRanks:
         Args:
             tensor: A tensor on the device, with the same shape on every rank.
             sync_grads: The result supports backward, which passes gradients back to the ranks of the tensors.
+
+        Returns:
+            A tensor of shape (number of data-parallel ranks, *tensor.shape). With torchft, it has only the tensors of
+            this replica.
         """
         if self.processes.world_size == 1:
             return tensor.unsqueeze(0)
@@ -127,7 +137,8 @@ class DataRanks:
         return self._gather(tensor)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = [torch.empty_like(tensor) for _ in set(self.members)]  # one rank may stand for several
+        num_gathered = len(set(self.members))  # a rank may represent ranks of other replicas
+        gathered = [torch.empty_like(tensor) for _ in range(num_gathered)]
         dist.all_gather(gathered, tensor.contiguous(), group=self.group)
         return torch.stack(gathered)
 
@@ -144,6 +155,7 @@ class _DifferentiableGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.ranks.group)
+        # Rank 3 of 2 replicas of 2 ranks: its tensor is the second of the two that were gathered.
         return total[ctx.ranks.rank % len(total)], None
 
 
@@ -164,6 +176,7 @@ def metrics_over(metrics: Iterable[nn.Module], ranks: DataRanks) -> Iterator[Non
         of_ranks: list[torch.Tensor] = gather_all_tensors(result, ranks.group)
         return of_ranks
 
+    # A metric without the attribute is not of torchmetrics.
     changed: list[Any] = [metric for metric in metrics if getattr(metric, "dist_sync_fn", gather) is None]
     for metric in changed:
         metric.dist_sync_fn = gather

@@ -50,10 +50,15 @@ class MeshShape:
         return math.prod(self.lengths.values())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a global rank along each axis."""
+        """Return the coordinate of a global rank along each axis.
+
+        Example: with dp_shard=2 and tp=4, rank 6 has `dp_shard` 1 and `tp` 2. Its other coordinates are 0.
+        """
         along_axes: dict[str, int] = {}
+        rest = rank
         for name, length in reversed(self.lengths.items()):  # the innermost axis counts fastest
-            rank, along_axes[name] = divmod(rank, length)
+            along_axes[name] = rest % length
+            rest //= length
         return along_axes
 
     def data_ranks(self, processes: Processes, group: ProcessGroup | None = None) -> DataRanks:
@@ -63,12 +68,14 @@ class MeshShape:
             processes: The processes of the run, whose number is `size`.
             group: See `DataRanks`.
         """
-        members = []  # of the ranks with the same data, the one that is first along `pp` and `tp`
+        # Of the ranks with the same data, the one that is first along `pp` and `tp`.
+        members: list[int] = []
         for rank in range(self.size):
-            place = self.coordinates(rank)
-            if place["pp"] == place["tp"] == 0:
+            coordinates = self.coordinates(rank)
+            if coordinates["pp"] == 0 and coordinates["tp"] == 0:
                 members.append(rank)
         here = self.coordinates(processes.rank)
+        # The index of this rank's data in the order of `members`.
         data_rank = (here["dp_replicate"] * self.dp_shard + here["dp_shard"]) * self.cp + here["cp"]
         return DataRanks(processes, data_rank, members, group, parts=self.cp)
 
@@ -85,7 +92,7 @@ class MeshShape:
         lengths = {**self.lengths, "dp_shard": self.dp_shard * self.cp, "cp": 1}
         needs_dp_shard = shards or self.dp_replicate > 1 or self.size == 1
         names = []
-        for name, length in lengths.items():  # in the order of the ranks
+        for name, length in lengths.items():  # outermost first, as in `coordinates`
             if length > 1 or (name == "dp_shard" and needs_dp_shard):
                 names.append(name)
         shape = tuple(lengths[name] for name in names)
@@ -99,30 +106,40 @@ class MeshShape:
             del coordinates["cp"]
             groups.setdefault(tuple(coordinates.values()), []).append(rank)
         # Every rank creates all groups, in the same order.
-        in_order = [groups[others] for others in sorted(groups)]
+        in_order = [groups[other_coordinates] for other_coordinates in sorted(groups)]
         mine: ProcessGroup
         mine, _ = dist.new_subgroups_by_enumeration(in_order)  # type: ignore[no-untyped-call]  # torch has no types here
         return mine
 
 
 def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_replicate: int, dp_shard: int) -> list[str]:
-    """Return the two meshes of `world` ranks that are most similar to the given sizes, such as `"tp=2, dp_shard=4"`.
+    """Return the meshes of `world` ranks that are most similar to the given sizes, such as `"tp=2, dp_shard=4"`.
 
-    `cp_sp` contains the sizes of `cp` and `sp`, of which at least one is 1. Axes of size 1 are omitted in the result.
+    Axes of size 1 are omitted in the result, except that a mesh of one rank is `"pp=1"`.
+
+    Args:
+        world: Number of ranks.
+        pp, tp, dp_replicate, dp_shard: The given sizes.
+        cp_sp: The sizes of `cp` and `sp`, of which at least one is 1.
+
+    Returns:
+        Up to two meshes, the most similar one first.
     """
     cp, sp = cp_sp
     num_parts = cp * sp  # of each sequence
     requested = (pp, tp, num_parts, dp_replicate, dp_shard)
     divisors = [size for size in range(1, world + 1) if world % size == 0]
-    splits = divisors if num_parts > 1 else [1]
-    meshes = []
+    splits = divisors if num_parts > 1 else [1]  # sequences are split only if the user splits them
+    meshes: list[tuple[int, ...]] = []  # in the order of `requested`
     for sizes in itertools.product(divisors, divisors, splits, divisors):
         if world % math.prod(sizes) == 0:
             meshes.append((*sizes, world // math.prod(sizes)))
 
     def difference(mesh: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        # The numbers of doublings or halvings. Those of `dp_shard` weigh less, so that it is changed before the other
+        # sizes.
         changes = [abs(math.log2(new / old)) for new, old in zip(mesh, requested, strict=True)]
-        return 4 * sum(changes[:-1]) + changes[-1], mesh  # shards are changed before the other sizes
+        return 4 * sum(changes[:-1]) + changes[-1], mesh  # the mesh itself makes the order of equal ones definite
 
     names = ("pp", "tp", "sp" if sp > 1 else "cp", "dp_replicate", "dp_shard")
     texts = []
@@ -133,7 +150,7 @@ def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_repl
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a mesh along which ranks see different data. Not collective."""
+    """Return the part of a mesh with the axes along which ranks see different data. Not collective."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name in DATA_AXES)
     return mesh if names == mesh.mesh_dim_names else mesh[names]
 
@@ -155,7 +172,7 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def _clear_sharding_cache() -> None:
-    """Clear torch's cache of how DTensor operations shard their results."""
+    """Clear torch's cache of how DTensor operations shard their results. Its name differs between versions."""
     was_cleared = False
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         if hasattr(debug, name):

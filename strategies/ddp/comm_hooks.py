@@ -55,13 +55,15 @@ def batched_power_sgd(state: Any, bucket: Any) -> Any:
     side = math.isqrt(len(flat) - 1) + 1  # of the smallest square: 10 elements need 4 × 4
     matrix = torch.nn.functional.pad(flat, (0, side * side - len(flat))).view(side, side)
     if state.use_error_feedback and index in state.error_dict:
-        matrix += state.error_dict[index]
+        matrix += state.error_dict[index]  # what the last step's approximation has lost
     if state.warm_start and index in state.q_memory_dict:
         right = state.q_memory_dict[index]
-    else:  # random, but the same on all ranks
+    else:  # random, but the same on all ranks, because torch creates `state.rng` with the same seed
         generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
         rank = min(state.matrix_approximation_rank, side)
         right = torch.randn(side, rank, generator=generator).to(flat)
+    # One step of subspace iteration. Ranks exchange `left` and `factors`, each of side × rank elements, instead of the
+    # matrix of side² elements.
     left = matrix @ _orthogonal(right)
     state.maybe_increase_iter(bucket)
 
@@ -81,9 +83,10 @@ def batched_power_sgd(state: Any, bucket: Any) -> Any:
 
 
 def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis of the space that the columns span."""
     exact = columns if columns.dtype is torch.float64 else columns.float()  # torch has no half-precision QR
-    q: torch.Tensor = torch.linalg.qr(exact).Q
-    return q.to(columns.dtype)
+    basis: torch.Tensor = torch.linalg.qr(exact).Q
+    return basis.to(columns.dtype)
 
 
 _HOOKS: dict[str, Hook] = {
@@ -159,6 +162,11 @@ class CommHook:
             and returns a hook. Default: None.
         state: The state that the hook function receives. For PowerSGD, a dict of options or a `PowerSGDState`. Default:
             None.
+
+    Attributes:
+        hook, wrapper: A lower-case name, or the function. `"no"` for none.
+        state: The state of a hook function. None for PowerSGD.
+        power_sgd: Options of `PowerSGDState`. None for other hooks.
 
     Raises:
         ConfigurationError: A name or an option is unknown or has a wrong value, or the hook accepts no state.

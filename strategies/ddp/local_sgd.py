@@ -131,7 +131,7 @@ class LocalSGDEngine(ParallelEngine):
 
         Collective then. Other parameters may still differ, so that `_parameters_differ` stays True.
         """
-        self._note_step()
+        self._record_step()
         self._num_steps[optimizer] += 1
         if self._num_steps[optimizer] % self.strategy.local_sgd_steps == 0:
             self._average(parameters_of([optimizer]))
@@ -143,7 +143,7 @@ class LocalSGDEngine(ParallelEngine):
             return LocalStep(parts, self)
         return LocalManualStep(parts, self)
 
-    def _note_step(self) -> None:
+    def _record_step(self) -> None:
         """Record that a step was taken, and that parameters that are trained now may differ."""
         self.mark_different()
         if any_trained(self._frozen):
@@ -151,7 +151,7 @@ class LocalSGDEngine(ParallelEngine):
 
     def count_step(self) -> None:
         """Record a step of the task. After every `local_sgd_steps` steps, average the replicas. Collective then."""
-        self._note_step()
+        self._record_step()
         # The run's step count is restored by a resume and after a trial. It does not include the current step yet.
         if (self.step.run.state.step + 1) % self.strategy.local_sgd_steps == 0:
             self._average_parameters()
@@ -200,7 +200,7 @@ class LocalSGDEngine(ParallelEngine):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for j, parameter in enumerate(parameters):
                 for name, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                    if _is_like(value, parameter):
                         states[i, j, name] = value
         # A parameter that only some ranks have used has no state on the others. Such a state is not averaged.
         keys_of_ranks = [set(keys) for keys in self.processes.gather_object(list(states))]
@@ -216,6 +216,11 @@ class LocalSGDEngine(ParallelEngine):
             hook.remove()
         self._hooks.clear()
         super().close()
+
+
+def _is_like(value: object, parameter: torch.Tensor) -> bool:
+    """Return whether a value of an optimizer's state has an element for each element of its parameter."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape
 
 
 class LocalStep(AutomaticStep):

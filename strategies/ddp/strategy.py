@@ -94,16 +94,16 @@ class DDPStrategy(DataParallel):
     @property
     def ddp_options(self) -> dict[str, Any]:
         """Arguments of DistributedDataParallel."""
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
         }
         if not self.broadcast_buffers:  # torch 2.13 has deprecated it, and warns if it is passed
-            found["broadcast_buffers"] = False
+            options["broadcast_buffers"] = False
         if self.bucket_cap_mb is not None:
-            found["bucket_cap_mb"] = self.bucket_cap_mb
-        return found
+            options["bucket_cap_mb"] = self.bucket_cap_mb
+        return options
 
     @classmethod
     def from_kwargs(cls, kwargs: DistributedDataParallelKwargs, **arguments: Any) -> Self:
@@ -130,7 +130,18 @@ class DDPStrategy(DataParallel):
 
 
 class DDPEngine(ParallelEngine):
-    """Engine that replicates models, and averages gradients while backward runs."""
+    """Engine that replicates models, and averages gradients while backward runs.
+
+    Attributes:
+        comm_hook, ddp_options: See `DDPStrategy`.
+        _replica: What a Trainer's training steps call. None with manual optimization, for tasks without trained
+            parameters, in evaluations and in user-written loops.
+        _unrecorded: Replicas with a static graph that torch 2.13 has not recorded yet. Their first backward must
+            synchronize.
+        _bucket_order: See `BucketOrder`.
+        _frozen: Parameters that were frozen when the replica was created. Its buckets do not contain them.
+        _wrapped_step: With frozen parameters, the training step that `_run_thawed` calls. `_wrap` sets it.
+    """
 
     strategy: DDPStrategy
 
@@ -139,7 +150,6 @@ class DDPEngine(ParallelEngine):
         self.comm_hook = strategy.comm_hook
         self.ddp_options = strategy.ddp_options
         self._replica: DistributedDataParallel | None = None
-        # Replicas with a static graph that torch 2.13 has not recorded yet. Their first backward must synchronize.
         self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()
         self._bucket_order = BucketOrder()
         self._frozen: list[nn.Parameter] = []
@@ -150,20 +160,18 @@ class DDPEngine(ParallelEngine):
 
         All ranks start with the weights and buffers of rank 0.
         """
-        found = super().prepare(models, optimizers, plan, roots)
+        placed = super().prepare(models, optimizers, plan, roots)
+        is_training = optimizers is not None
         prepared = []
         for model, root in zip(models, roots or models, strict=True):
             call: nn.Module = model
-            if (
-                optimizers is not None
-                and self._averages_in_backward
-                and any(parameter.requires_grad for parameter in model.parameters())
-            ):
-                call = self._new_replica(root)
+            is_trained = any(parameter.requires_grad for parameter in model.parameters())
+            if is_training and is_trained and self._averages_in_backward:
+                call = self._new_replica(root)  # copies rank 0's weights to all ranks
             else:
                 broadcast_from_main(model)
             prepared.append(PreparedModel(call=call, attributes=model))
-        return Prepared(prepared, found.optimizers)
+        return Prepared(prepared, placed.optimizers)
 
     def _place(self, model: nn.Module) -> None:
         if self.strategy.sync_batchnorm:
@@ -214,7 +222,7 @@ class DDPEngine(ParallelEngine):
     def _may_skip_sync(self, replica: DistributedDataParallel) -> bool:
         """Return whether the next backward of a replica may keep its gradients local.
 
-        Return False at the first call for a replica with a static graph.
+        Return False at the first call for a replica with a static graph, and count its graph as recorded from then on.
         """
         is_recorded = replica not in self._unrecorded
         self._unrecorded.discard(replica)
@@ -236,17 +244,19 @@ class DDPEngine(ParallelEngine):
                 "parameters in a forward outside of no_sync(). Run the forward of the last backward outside of "
                 "no_sync(), or remove find_unused_parameters."
             )
-        before = prepared.require_backward_grad_sync
+        synced = prepared.require_backward_grad_sync
         prepared.require_backward_grad_sync = True
         prepared.reducer.prepare_for_backward([])  # as a synchronizing forward does
         try:
             yield
         finally:
-            prepared.require_backward_grad_sync = before
+            prepared.require_backward_grad_sync = synced
 
     def join(self, prepared: Sequence[object]) -> AbstractContextManager[Any] | None:
-        joined = [one for one in prepared if isinstance(one, Joinable)]
-        return Join(joined) if joined and self.processes.world_size > 1 else None
+        joinable = [model for model in prepared if isinstance(model, Joinable)]
+        if not joinable or self.processes.world_size == 1:
+            return None
+        return Join(joinable)
 
     @property
     def _reorders_buckets(self) -> bool:
@@ -255,8 +265,8 @@ class DDPEngine(ParallelEngine):
         With two ranks the order of summation does not matter.
         """
         options = self.ddp_options
-        plain = not options["static_graph"] and not options["find_unused_parameters"]
-        return plain and self.comm_hook.power_sgd is None and self.data_ranks.size > 2
+        is_plain = not options["static_graph"] and not options["find_unused_parameters"]
+        return is_plain and self.comm_hook.power_sgd is None and self.data_ranks.size > 2
 
     def begin_evaluation(self) -> None:
         # A training forward starts with rank 0's buffers, but then updates them on each rank. With manual optimization,
@@ -278,15 +288,17 @@ class DDPEngine(ParallelEngine):
             self._bucket_order.replay(self._replica, self.task, state.get("bucket_order", ()))
 
     def state_dict(self) -> dict[str, Any]:
-        order = self._bucket_order.names
-        return {**super().state_dict(), **({"bucket_order": order} if order else {})}
+        state = super().state_dict()
+        if self._bucket_order.names:
+            state["bucket_order"] = self._bucket_order.names
+        return state
 
     def make_step(self, parts: StepParts) -> Step:
-        if self.task.automatic_optimization:
-            return AutomaticStep(
-                parts if self.strategy.sync_each_batch else replace(parts, synchronize=self._synchronize)
-            )
-        return ManualStep(parts, self._average_gradients)
+        if not self.task.automatic_optimization:
+            return ManualStep(parts, self._average_gradients)
+        if not self.strategy.sync_each_batch:
+            parts = replace(parts, synchronize=self._synchronize)
+        return AutomaticStep(parts)
 
     def _synchronize(self, last: bool) -> None:
         if self._replica is not None:
@@ -298,13 +310,13 @@ class DDPEngine(ParallelEngine):
     @contextmanager
     def _alone(self) -> Iterator[Engine]:
         check_can_be_alone(self.task)
-        wrapped = self._replica is not None
-        if wrapped:
+        had_replica = self._replica is not None
+        if had_replica:
             self.step.discard_gradients()  # gradients may be views of the replica's buckets
             self._unwrap()
         with super()._alone() as single:
             yield single
-        if wrapped:
+        if had_replica:
             self._wrap()
 
     def _average_gradients(self) -> None:
@@ -344,6 +356,7 @@ class BucketOrder:
 
     Attributes:
         names: Names of the parameters; complete after the first step.
+        _handles: Handles of the hooks that record the order, one for each parameter. Empty when nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -356,14 +369,16 @@ class BucketOrder:
         self.names = []
         for name, parameter in task.named_parameters():
             if parameter.requires_grad:
-                note = partial(self._note, replica, name)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]  # torch has no types here
+                hook = partial(self._append, replica, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch has no types here
 
-    def _note(self, replica: DistributedDataParallel, name: str, parameter: torch.Tensor) -> None:
-        if replica.require_backward_grad_sync:
-            self.names.append(name)
-            if len(self.names) == len(self._handles):
-                self.stop()
+    def _append(self, replica: DistributedDataParallel, name: str, parameter: torch.Tensor) -> None:
+        if not replica.require_backward_grad_sync:  # a micro-batch before the last one, which fills no buckets
+            return
+        self.names.append(name)
+        is_complete = len(self.names) == len(self._handles)
+        if is_complete:
+            self.stop()
 
     def stop(self) -> None:
         """Remove the hooks."""

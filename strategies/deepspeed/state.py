@@ -30,8 +30,8 @@ class ReplicatedState(FullState):
     """The state of a stage-0 engine, with optimizer states in the format of torch's own optimizers."""
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        found = super().optimizer_states()
-        return [as_torch(tree, optimizer) for tree, optimizer in zip(found, self._optimizers, strict=True)]
+        trees = super().optimizer_states()
+        return [as_torch(tree, optimizer) for tree, optimizer in zip(trees, self._optimizers, strict=True)]
 
 
 class ZeroState(FullState):
@@ -44,6 +44,15 @@ class ZeroState(FullState):
         is_main: True on the main rank, which receives gathered values. Other ranks get tensors on the device `meta`.
         writes_shards: Each rank writes its shards of a checkpoint.
         keeps_float32: `release` returns trained parameters in float32, even if the engine computes in another dtype.
+
+    Attributes:
+        _shards: Shards of gradients and optimizer states. None if the model is not trained: stage 3 then shards only
+            the weights.
+        _groups, _dtypes: `groups` and `dtypes` of the `ZeroModel`.
+        _parameters: The model's parameters by plain name. Tied parameters have one name.
+        _trained: Ids of the parameters with shards of optimizer states.
+        _placeholders: The shards that replace a placeholder, by the id of the placeholder. The placeholder is kept, so
+            that its id stays in use. `model_state` begins a new save, and so removes them.
     """
 
     def __init__(
@@ -63,10 +72,9 @@ class ZeroState(FullState):
         self._dtypes = model.dtypes
         self._writes_shards = writes_shards
         self._keeps_float32 = keeps_float32
-        # id of a placeholder → the placeholder, so that its id stays in use, and the shards that replace it.
         self._placeholders: dict[int, tuple[torch.Tensor, SavedShards]] = {}
         self._parameters = {plain_name(name): parameter for name, parameter in task.named_parameters()}
-        self._trained: set[int] = set()  # ids of the parameters with shards of optimizer states
+        self._trained: set[int] = set()
         for name in self._names_in_groups():
             parameter = self._parameters[name]
             if parameter.requires_grad and shape_of(parameter).numel() > 0:
@@ -109,17 +117,19 @@ class ZeroState(FullState):
         """
         if self._shards is not None and id(value) in self._trained:
             return self._placeholder_for(self._shards.to_save(value, shape_of(value)))
-        held: Any = value.ds_tensor if is_partitioned(value) else None  # type: ignore[attr-defined]  # DeepSpeed's
-        if held is None or held.status.name != "AVAILABLE":  # unsharded, or on disk
+        if not is_partitioned(value):
+            return self._weight(value)
+        partition: Any = value.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's attribute
+        if partition.status.name != "AVAILABLE":  # it is on disk
             return self._weight(value)
         span = _partition(value)
-        dtype = self._dtypes.get(id(value), held.dtype)
-        values = held.data.view(-1).narrow(0, 0, span.stop - span.start).to(dtype)
+        dtype = self._dtypes.get(id(value), partition.dtype)
+        values = partition.data.view(-1).narrow(0, 0, span.stop - span.start).to(dtype)
         return self._placeholder_for(SavedShards(tuple(shape_of(value)), dtype, ((span, values),)))
 
     # Weights
 
-    def model_state(self) -> dict[str, Any]:  # trained weights are float32
+    def model_state(self) -> dict[str, Any]:
         self._placeholders.clear()
         to_save = self._to_save if self.saves_shards else self.gather_tensor
         convert = cache(to_save)  # tied weights are one tensor, also in a checkpoint
@@ -152,7 +162,8 @@ class ZeroState(FullState):
 
     def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
         is_trained = id(tensor) in self._trained and self._shards is not None
-        if not is_partitioned(tensor) and not (is_trained and tensor.dtype is not torch.float32):
+        has_exact_weights = not is_trained or tensor.dtype is torch.float32
+        if not is_partitioned(tensor) and has_exact_weights:
             return None
         dtype = torch.float32 if is_trained else self._dtypes.get(id(tensor), tensor.dtype)
         return torch.empty(shape_of(tensor), dtype=dtype, device="meta")
@@ -164,60 +175,63 @@ class ZeroState(FullState):
         shards = self._shards
         if shards is None:
             return {}
-        held = {id(parameter): gradient for parameter, gradient in shards.gradients()}
-        found = {}
+        gradients_here = {id(parameter): gradient for parameter, gradient in shards.gradients()}
+        full_gradients = {}
         for name, parameter in self._parameters.items():
             if id(parameter) in self._trained:
-                full = shards.full_gradient(parameter, shape_of(parameter), held.get(id(parameter)))
-                found[name] = _kept(full, keep=keep)
-        return found
+                full = shards.full_gradient(parameter, shape_of(parameter), gradients_here.get(id(parameter)))
+                full_gradients[name] = _kept(full, keep=keep)
+        return full_gradients
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        given = {plain_name(name): value for name, value in state.items()}
+        saved = {plain_name(name): value for name, value in state.items()}
         if any(is_partitioned(parameter) for parameter in self._parameters.values()):
-            found = self._load_sharded(given, strict)
+            mismatches = self._load_sharded(saved, strict)
         else:
-            found = load_plain_state(self._task, state, strict=strict)
-        for name, parameter in self._own_state().items():
-            if id(parameter) in self._trained and name in given and self._shards is not None:
-                self._shards.set_value(parameter, given[name])
-        if self._shards is not None:
-            self._shards.after_loading()
-        return found
+            mismatches = load_plain_state(self._task, state, strict=strict)
+        # The optimizer's float32 shards are the weights that it steps. The model's 16-bit values are copies of them.
+        shards = self._shards
+        if shards is not None:
+            for name, parameter in self._entries_of_task().items():
+                if id(parameter) in self._trained and name in saved:
+                    shards.set_value(parameter, saved[name])
+            shards.after_loading()
+        return mismatches
 
-    def _own_state(self) -> dict[str, Any]:
+    def _entries_of_task(self) -> dict[str, Any]:
         """Return all entries of the task's state by plain name. Tied parameters have an entry for each name."""
         return {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
 
-    def _load_sharded(self, given: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
-        own = self._own_state()
-        missing = [name for name in own if name not in given]
-        left_over = [name for name in given if name not in own]
+    def _load_sharded(self, saved: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
+        """Load weights into a model with partitioned parameters. Return missing and unexpected names."""
+        current = self._entries_of_task()
+        missing = [name for name in current if name not in saved]
+        unexpected = [name for name in saved if name not in current]
         parameters = {}
-        buffers = {}
-        for name, value in own.items():
-            if name not in given:
+        saved_buffers = {}
+        for name, value in current.items():
+            if name not in saved:
                 continue
             if isinstance(value, nn.Parameter):
                 parameters[name] = value
             else:
-                buffers[name] = given[name]
+                saved_buffers[name] = saved[name]
         problems = []
         for name, parameter in parameters.items():
-            if given[name].shape != shape_of(parameter):
-                problems.append(f"{name} is {tuple(given[name].shape)} and not {tuple(shape_of(parameter))}")
+            if saved[name].shape != shape_of(parameter):
+                problems.append(f"{name} is {tuple(saved[name].shape)} and not {tuple(shape_of(parameter))}")
         advice = "" if problems else "Pass strict=False to load what fits by name. "
         if strict:
             problems += [f"{name} is missing" for name in missing]
-            problems += [f"{name} is not in the task" for name in left_over]
+            problems += [f"{name} is not in the task" for name in unexpected]
         if problems:
             raise CheckpointError(
                 f"the saved weights do not fit {type(self._task).__name__}. {advice}{'; '.join(problems[:10])}."
             )
-        load_plain_state(self._task, buffers, strict=False)
+        load_plain_state(self._task, saved_buffers, strict=False)
         for name, parameter in parameters.items():
-            self._set_partition(parameter, given[name])
-        return missing, left_over
+            self._set_partition(parameter, saved[name])
+        return missing, unexpected
 
     def _set_partition(self, parameter: Any, value: torch.Tensor) -> None:
         """Set a parameter, or this rank's partition of a sharded parameter, from a full value."""
@@ -226,13 +240,13 @@ class ZeroState(FullState):
             return
         if parameter.ds_status.name == "AVAILABLE":
             parameter.partition()  # small parameters stay gathered after a step
-        held = parameter.ds_tensor
-        if held.status.name != "AVAILABLE":  # on a disk
+        partition = parameter.ds_tensor
+        if partition.status.name != "AVAILABLE":  # it is on disk
             with self._library.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
             return
         span = _partition(parameter)
-        held.data.view(-1).narrow(0, 0, span.stop - span.start).copy_(read_span(value, span))
+        partition.data.view(-1).narrow(0, 0, span.stop - span.start).copy_(read_span(value, span))
 
     # Optimizer
 
@@ -248,26 +262,27 @@ class ZeroState(FullState):
         return as_torch({"class": type(real).__qualname__, "groups": groups, "state": states}, real)
 
     def _states_of(self, parameter: nn.Parameter, *, sharded: bool = False) -> dict[str, Any]:
+        """Return the optimizer states of a parameter. Collective, except with `sharded`, which returns placeholders."""
         shards = self._shards
         if shards is None or id(parameter) not in self._trained:
             return {}
         try:
-            vectors, others = shards.state_of(parameter)
+            vectors, scalars = shards.state_of(parameter)
         except TypeError as error:
             raise CheckpointError(
                 f"{type(shards.zero.optimizer).__name__}: {error}, and cannot be gathered from shards. Use "
                 "strategy='ddp', or another optimizer."
             ) from error
         shape = shape_of(parameter)
-        found: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for key in vectors:
             if sharded:
-                found[key] = self._placeholder_for(shards.to_save(parameter, shape, key))
+                states[key] = self._placeholder_for(shards.to_save(parameter, shape, key))
             else:
-                found[key] = _kept(shards.full(parameter, shape, key), keep=self._is_main)
-        for key, value in others.items():
-            found[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        return found
+                states[key] = _kept(shards.full(parameter, shape, key), keep=self._is_main)
+        for key, value in scalars.items():
+            states[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return states
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         shards = self._shards
@@ -294,7 +309,8 @@ class ZeroState(FullState):
         """Check parameter names and optimizer class of a state. Return the state's groups in the order of the engine's
         groups.
         """
-        # DeepSpeed's optimizer has flat tensors. Load the groups into one of the same class with the original names.
+        # DeepSpeed's optimizer has flat tensors, so that names of parameters do not fit it. Load the groups into an
+        # optimizer whose class has the same name and which has the original groups.
         names: dict[torch.Tensor, str] = {}
         groups = []
         for group, members in self._groups:
@@ -308,6 +324,7 @@ class ZeroState(FullState):
         return list(stand_in.param_groups)
 
     def _check_states(self, real: Optimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that states, by the name of their parameter, can be stored in flat vectors."""
         counts: dict[int, tuple[str, float]] = {}  # id of a flat tensor → a parameter in it, and its number of steps
         shards = self._shards
         for name, values in states.items():
@@ -326,10 +343,11 @@ class ZeroState(FullState):
             if "step" in values:
                 flat = id(shards.flat(parameter))
                 steps = float(values["step"])
-                other, before = counts.setdefault(flat, (name, steps))
-                if before != steps:
+                other, steps_of_other = counts.setdefault(flat, (name, steps))
+                if steps_of_other != steps:
                     raise CheckpointError(
-                        f"{type(real).__name__} has stepped {name!r} {steps:g} times and {other!r} {before:g} times, "
+                        f"{type(real).__name__} has stepped {name!r} {steps:g} times and {other!r} "
+                        f"{steps_of_other:g} times, "
                         "but DeepSpeed steps the parameters of a group together. Put them into separate groups, or "
                         "reset the optimizer with allow_missing=['optimizer']."
                     )
@@ -343,9 +361,10 @@ class ZeroState(FullState):
             id of a sharded parameter → the new parameter on the host.
         """
         # Gather the states first: their shards are then freed and make room for the weights.
-        full = []
+        states_of_optimizers = []
         for _ in self._optimizers:
-            full.append({name: self._states_of(self._parameters[name]) for name in self._names_in_groups()})
+            states = {name: self._states_of(self._parameters[name]) for name in self._names_in_groups()}
+            states_of_optimizers.append(states)
         if self._shards is not None:
             for parameter in self._parameters.values():
                 if id(parameter) in self._trained:
@@ -358,7 +377,7 @@ class ZeroState(FullState):
             if not (self._keeps_float32 and id(parameter) in self._trained):
                 value = value.to(self._dtypes[id(parameter)])
             new[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        for optimizer, states in zip(self._optimizers, full, strict=True):
+        for optimizer, states in zip(self._optimizers, states_of_optimizers, strict=True):
             optimizer.state.clear()
             for name, state in states.items():
                 if state:
@@ -377,14 +396,16 @@ def _partition(parameter: Any) -> Span:
 
 
 def _kept(value: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    """Return a tensor on the host, or without `keep` on the device `meta`, for ranks that receive no values."""
     return value.cpu() if keep else torch.empty_like(value, device="meta")
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:
     """Return the full shape of a parameter."""
-    held: Any = parameter
-    found: torch.Size = held.ds_shape if is_partitioned(parameter) else held.shape
-    return found
+    if not is_partitioned(parameter):
+        return parameter.shape
+    shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]  # DeepSpeed's attribute
+    return shape
 
 
 def torch_name(optimizer: Optimizer) -> str:

@@ -143,11 +143,11 @@ class DeepSpeedStrategy(ZeroOptions, DataParallel):
         Raises:
             ConfigurationError: The configuration and the settings differ, or DeepSpeed does not support them.
         """
-        found = self.engine_config
-        found.check_hardware(settings.device_type, settings.num_processes)
-        found.set_precision(settings.precision, settings.device_type)
-        found.check_run(settings.accumulate_grad_batches, settings.clip)
-        return found
+        config = self.engine_config
+        config.check_hardware(settings.device_type, settings.num_processes)
+        config.set_precision(settings.precision, settings.device_type)
+        config.check_run(settings.accumulate_grad_batches, settings.clip)
+        return config
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
@@ -169,7 +169,16 @@ class DeepSpeedEngine(ParallelEngine):
     """Engine that trains a task with an engine of DeepSpeed.
 
     Attributes:
+        config: The configuration. In a user-written loop, `use` replaces it.
+        stage: ZeRO's stage in `config`.
+        autocasts: The forward runs under torch's autocast. False if DeepSpeed's engine computes with 16-bit copies of
+            float32 parameters, and without mixed precision.
         resolved_config: The configuration with every `"auto"` filled in. Empty before DeepSpeed's engine exists.
+        _library: The module `deepspeed`, from `start` to `close`.
+        _model: The model of a Trainer. None in user-written loops, and in evaluations at stages 0 to 2.
+        _models: All models with an engine, of the Trainer or of a user-written loop.
+        _untrained: Models of a user-written loop without an engine.
+        _steps: The optimizer that a user-written loop steps, by the optimizer that the user has created.
     """
 
     strategy: DeepSpeedStrategy
@@ -183,10 +192,10 @@ class DeepSpeedEngine(ParallelEngine):
         self.gradients = ZeroGradients(self.device)
         self.resolved_config: dict[str, Any] = {}
         self._library: Any = None
-        self._model: ZeroModel | None = None  # of a Trainer
-        self._models: list[ZeroModel] = []  # of the Trainer or of a user-written loop
+        self._model: ZeroModel | None = None
+        self._models: list[ZeroModel] = []
         self._untrained: list[nn.Module] = []
-        self._steps: dict[Optimizer, Optimizer] = {}  # the user's optimizer → its ZeroOptimizer
+        self._steps: dict[Optimizer, ZeroOptimizer] = {}
 
     def start(self, topology: Topology) -> None:
         library = load_library(self.settings.device_type, self.strategy.logging_level)
@@ -212,14 +221,17 @@ class DeepSpeedEngine(ParallelEngine):
             (model,) = models
             (root,) = roots
             return self._prepare_root(model, root, optimizers, plan)
-        stepped = create_optimizers(optimizers)
-        owned = [self._optimizer_of(model, models, stepped) for model in models]
-        for model, optimizer in zip(models, owned, strict=True):
+        created = create_optimizers(optimizers)
+        optimizers_of_models = [self._optimizer_of(model, created) for model in models]
+        # Check all models before any of them is changed.
+        for model, optimizer in zip(models, optimizers_of_models, strict=True):
             check_full(model, built_in_shards=self.stage == 3)
             if optimizer is not None:
                 check_optimizers([optimizer], model, self.config, self.precision, source="prepare() received")
-        found = [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
-        return Prepared(found, [self._stepped(optimizer) for optimizer in stepped])
+        prepared = []
+        for model, optimizer in zip(models, optimizers_of_models, strict=True):
+            prepared.append(self._prepare_of_loop(model, optimizer, plan))
+        return Prepared(prepared, [self._stepped(optimizer) for optimizer in created])
 
     def _prepare_root(
         self,
@@ -234,13 +246,14 @@ class DeepSpeedEngine(ParallelEngine):
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
             return Prepared([PreparedModel.unchanged(model)], [])
-        stepped = create_optimizers(optimizers)
+        created = create_optimizers(optimizers)
         if optimizers is not None:
-            check_optimizers(stepped, model, self.config, self.precision)
-        self._model = found = self._zero_model(model, root, stepped[0] if stepped else None, plan)
-        evaluate = found.engine if self.stage == 3 else None
-        prepared = PreparedModel(call=found.engine, attributes=found.engine, evaluate=evaluate)
-        return Prepared([prepared], [] if found.optimizer is None else [found.optimizer])
+            check_optimizers(created, model, self.config, self.precision)  # there is exactly one
+        zero_model = self._zero_model(model, root, created[0] if created else None, plan)
+        self._model = zero_model
+        evaluate = zero_model.engine if self.stage == 3 else None  # which gathers the weights in evaluations, too
+        prepared = PreparedModel(call=zero_model.engine, attributes=zero_model.engine, evaluate=evaluate)
+        return Prepared([prepared], [] if zero_model.optimizer is None else [zero_model.optimizer])
 
     def _build(self, task: TaskModule) -> None:
         check_unbuilt(task, self.config)
@@ -281,14 +294,13 @@ class DeepSpeedEngine(ParallelEngine):
     def _zero_model(
         self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan
     ) -> ZeroModel:
-        ranks = self.data_ranks.size
-        device = self.device
         if optimizer is not None:
             optimizer = on_host(optimizer, self.config)
-        found = ZeroModel(self._library, model, root, optimizer, self.config, plan, device, ranks)
-        self.resolved_config = found.resolved_config
-        self._models.append(found)
-        return found
+        num_ranks = self.data_ranks.size
+        zero_model = ZeroModel(self._library, model, root, optimizer, self.config, plan, self.device, num_ranks)
+        self.resolved_config = zero_model.resolved_config
+        self._models.append(zero_model)
+        return zero_model
 
     def _state_of(self, zero: ZeroModel | None, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
         """Return the state of a model. If the model has an engine, the state is read from the engine."""
@@ -313,31 +325,30 @@ class DeepSpeedEngine(ParallelEngine):
         if self.stage > 0:
             self.capabilities = strategy.capabilities  # some gradients or weights are now sharded
 
-    def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> PreparedModel:
+    def _prepare_of_loop(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> PreparedModel:
+        """Create the engine of a user-written loop's model, if it is trained or sharded. Collective."""
         self._place(model)
         if optimizer is None and self.stage < 3:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
             self._untrained.append(model)
             return PreparedModel.unchanged(model)
-        found = self._zero_model(model, model, optimizer, plan)
+        zero_model = self._zero_model(model, model, optimizer, plan)
         if optimizer is not None:
-            self.gradients.models.append(found)
-            self._steps[optimizer] = ZeroOptimizer(found, self.gradients, self.config.clipping)
-        found.input_dtype = self.precision.autocast_dtype if self._casts else None
-        return PreparedModel(call=found, attributes=found.engine)
+            self.gradients.models.append(zero_model)
+            self._steps[optimizer] = ZeroOptimizer(zero_model, self.gradients, self.config.clipping)
+        zero_model.input_dtype = self.precision.autocast_dtype if self._casts else None
+        return PreparedModel(call=zero_model, attributes=zero_model.engine)
 
-    def _optimizer_of(
-        self, model: nn.Module, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-    ) -> Optimizer | None:
+    def _optimizer_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
         """Return the optimizer over a model's parameters, or None if there is none."""
-        own = {id(parameter) for parameter in model.parameters()}
+        ids_of_model = {id(parameter) for parameter in model.parameters()}
         found = []
         for optimizer in optimizers:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if held & own:
+            ids_of_optimizer = _parameter_ids(optimizer)
+            if ids_of_optimizer & ids_of_model:
                 found.append(optimizer)
-                if held - own:
+                if not ids_of_optimizer <= ids_of_model:
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} holds parameters of {type(model).__name__} and of other models, "
                         "but a DeepSpeed engine steps one model. Use one optimizer for each model."
@@ -352,9 +363,10 @@ class DeepSpeedEngine(ParallelEngine):
     def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Return a `ZeroOptimizer` for an optimizer that an engine steps. Return any other optimizer unchanged."""
         if optimizer not in self._steps:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for model in (*self._untrained, *(zero.model for zero in self._models)):
-                if any(id(p) in held for p in model.parameters()):
+            ids_of_optimizer = _parameter_ids(optimizer)
+            earlier_models = self._untrained + [zero_model.model for zero_model in self._models]
+            for model in earlier_models:
+                if any(id(parameter) in ids_of_optimizer for parameter in model.parameters()):
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} was passed to prepare() after its model, and DeepSpeed cannot "
                         "add an optimizer to a prepared model. Pass both to one prepare() call."
@@ -381,24 +393,42 @@ class DeepSpeedEngine(ParallelEngine):
     def make_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
     ) -> FullState:
+        # Several models of a user-written loop are children of a plain module.
         is_container = type(models) is nn.Module
-        parts: list[tuple[str, FullState]] = []
-        for name, model in models.named_children() if is_container else [("", models)]:
-            zero = next((zero for zero in self._models if zero.model is model), None)
-            own = [] if zero is None else [_real(one) for one in optimizers if self._stepped_by(one) is zero]
-            parts.append((f"{name}." if is_container else "", self._state_of(zero, model, own)))
-        others = [one for one in optimizers if self._stepped_by(one) is None]
+        models_by_prefix = {"": models}
+        if is_container:
+            models_by_prefix = {f"{name}.": model for name, model in models.named_children()}
+        parts: list[tuple[str, FullState]] = []  # (prefix of the names, state)
+        for prefix, model in models_by_prefix.items():
+            zero_model = self._zero_model_of(model)
+            stepped: list[Optimizer] = []
+            if zero_model is not None:
+                stepped = [_real(one) for one in optimizers if self._stepped_by(one) is zero_model]
+            parts.append((prefix, self._state_of(zero_model, model, stepped)))
+        # Optimizers of models without an engine, such as torch's own.
+        others = [optimizer for optimizer in optimizers if self._stepped_by(optimizer) is None]
         if others:
             parts.append(("", FullState(nn.Module(), others, self.device, is_main=self.is_main, names=names)))
         if len(parts) == 1:
             return parts[0][1]
-        return JointState(models, [_real(one) for one in optimizers], self.device, is_main=self.is_main, parts=parts)
+        real_optimizers = [_real(optimizer) for optimizer in optimizers]
+        return JointState(models, real_optimizers, self.device, is_main=self.is_main, parts=parts)
+
+    def _zero_model_of(self, model: nn.Module) -> ZeroModel | None:
+        """Return the engine of a model, or None."""
+        for zero_model in self._models:
+            if zero_model.model is model:
+                return zero_model
+        return None
 
     def _stepped_by(self, optimizer: Optimizer) -> ZeroModel | None:
         """Return the model whose engine steps an optimizer, or None."""
         if isinstance(optimizer, ZeroOptimizer):
             return optimizer.zero
-        return next((zero for zero in self._models if zero.optimizer is optimizer), None)
+        for zero_model in self._models:
+            if zero_model.optimizer is optimizer:
+                return zero_model
+        return None
 
     # Precision
 
@@ -428,9 +458,9 @@ class DeepSpeedEngine(ParallelEngine):
     def unshard(self) -> None:
         state = self.state
         if isinstance(state, ZeroState):
-            new = state.release()
+            new_parameters = state.release()  # before the engines are destroyed, which hold the shards
             self._close_models()
-            replace_parameters(self.task, new)
+            replace_parameters(self.task, new_parameters)
         self.task.to("cpu")
 
     def _close_models(self) -> None:
@@ -445,7 +475,8 @@ class DeepSpeedEngine(ParallelEngine):
         self.gradients.models.clear()
         if isinstance(vars(self).get("state"), ZeroState):
             self.state = self._state_of(self._model, self.task, self.optimizers)
-        self._training_call = self._eval_call = None
+        self._training_call = None
+        self._eval_call = None
 
     def close(self) -> None:
         self._close_models()
@@ -457,6 +488,15 @@ class DeepSpeedEngine(ParallelEngine):
             disconnect(library)
             gc.collect()
         super().close()
+
+
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    """Return the ids of an optimizer's parameters. Ids, because tensors compare elementwise."""
+    ids = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            ids.add(id(parameter))
+    return ids
 
 
 def _real(optimizer: Optimizer) -> Optimizer:

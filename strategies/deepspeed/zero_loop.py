@@ -113,8 +113,10 @@ class ZeroGradients(Gradients):
             if model.shards is None:
                 scale_gradients(contained, factor)
                 continue
-            for _, gradient in model.shards.gradients():
-                gradient.mul_(factor)
+            ids = {id(parameter) for parameter in contained}
+            for parameter, gradient in model.shards.gradients():
+                if id(parameter) in ids:
+                    gradient.mul_(factor)
 
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
         had_gradients = False

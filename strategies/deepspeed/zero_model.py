@@ -25,6 +25,7 @@ from trainwright.strategies.engine import TrainingPlan
 from trainwright.strategies.units import ModuleTraces, matching
 
 _MARK = "ds_id"  # DeepSpeed's attribute of a sharded parameter
+# Attributes of modules that the engine sets in its first steps, and not at its creation (DeepSpeed 0.19).
 _SET_BY_STEPS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining", "pre_bwd_fn", "post_bwd_fn")
 
 
@@ -33,6 +34,7 @@ class Traces(ModuleTraces):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root)
+        # Each parameter with the names of its attributes.
         self._of_parameters = [(parameter, set(vars(parameter))) for parameter in root.parameters()]
 
     def remove(self) -> None:
@@ -53,7 +55,15 @@ class Traces(ModuleTraces):
 
 
 class FrozenEngines:
-    """Stage-3 engines of frozen modules. Each engine gathers the parameters of its module when the module is called."""
+    """Stage-3 engines of frozen modules. Each engine gathers the parameters of its module when the module is called.
+
+    Args:
+        task: The model.
+        names: The option `frozen_modules`: names of modules or of their classes.
+
+    Raises:
+        ConfigurationError: A name matches no module, a module has a trained parameter, or contains another one.
+    """
 
     def __init__(self, task: nn.Module, names: tuple[str, ...]) -> None:
         self._task = task
@@ -121,8 +131,16 @@ def _destroy(engine: Any) -> None:
 class ZeroModel:
     """A model whose parameters a DeepSpeed engine manages. Collective to create.
 
-    `root` is the module whose forward the engine calls: the model, or a module that contains the model. Without an
-    optimizer, the model is not trained. `dp_size` is the number of data-parallel processes.
+    Args:
+        library: The module `deepspeed`.
+        model: The model.
+        root: The module whose forward the engine calls: the model, or a module that contains the model.
+        optimizer: The optimizer. None if the model is not trained. For a `DummyOptim`, DeepSpeed creates the optimizer
+            of its configuration.
+        config: The configuration.
+        plan: Properties of the run, and its learning rate schedules.
+        device: Device of this process.
+        dp_size: Number of data-parallel processes.
 
     Attributes:
         engine: DeepSpeed's engine. None after `close`.
@@ -136,6 +154,7 @@ class ZeroModel:
         was_called: In a user-written loop, the model was called since the last backward.
         input_dtype: Dtype to which a user-written loop's floating-point inputs are cast. None does not cast them.
         resolved_config: The configuration with every `"auto"` filled in.
+        _flags: Name, parameter and `requires_grad` of each parameter at the creation, for `check_trained`.
     """
 
     def __init__(
@@ -182,7 +201,7 @@ class ZeroModel:
             )
         keep_unaligned_gradients(self.engine.optimizer)
         keep_own_adagrad(self.engine)
-        self._traces.note()
+        self._traces.note()  # after the engine's changes, which `remove` undoes
         self.engine.lr_scheduler = None  # the training loop steps it
         self.optimizer: Any = None if optimizer is None else self.engine.basic_optimizer
         connect_schedule(schedule, self.optimizer, plan, config.origin)

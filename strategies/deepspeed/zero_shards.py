@@ -2,6 +2,10 @@
 
 Stages 1 and 2 shard flat vectors of many parameters; stage 3 shards each parameter. The classes here find this rank's
 shard of a parameter and reassemble full tensors.
+
+Example at stage 1, with 2 ranks and one group of two parameters, `a` with 6 elements and `b` with 4: the flat vector is
+`a0 … a5 b0 … b3`, and rank 1 holds its second half, `a5 b0 … b3`. Its shard of `a` is ShardRange(start=0, length=1,
+offset=5), and its shard of `b` is ShardRange(start=1, length=4, offset=0).
 """
 
 # DeepSpeed's accessors (0.19: safe_get_full_fp32_param, safe_get_local_optimizer_state, …) do not serve here. A sharded
@@ -14,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,6 +70,11 @@ class ZeroShards(ABC):
     Args:
         optimizer: DeepSpeed's `engine.optimizer`.
         device: Device on which tensors are gathered.
+
+    Attributes:
+        zero: The argument `optimizer`. It wraps torch's optimizer, `zero.optimizer`, whose parameters are the flat
+            vectors.
+        device: The argument.
     """
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
@@ -75,8 +84,8 @@ class ZeroShards(ABC):
     @property
     def states(self) -> dict[Any, dict[str, Any]]:
         """The optimizer states of the flat vectors."""
-        found: dict[Any, dict[str, Any]] = self.zero.optimizer.state
-        return found
+        states: dict[Any, dict[str, Any]] = self.zero.optimizer.state
+        return states
 
     @abstractmethod
     def flat(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -110,17 +119,23 @@ class ZeroShards(ABC):
         with self.loaded(parameter, changes=False):
             flat = self.flat(parameter)
             state = self.states.get(flat, {})
-            vectors = [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.dim()]
-            for key in vectors:
-                if state[key].numel() != flat.numel():
+            vectors = []
+            scalars = {}
+            for key, value in state.items():
+                if not _is_vector(value):
+                    scalars[key] = value
+                elif value.numel() == flat.numel():
+                    vectors.append(key)
+                else:
                     raise TypeError(f"the state {key!r} has another shape than the parameters")
-            return vectors, {key: value for key, value in state.items() if key not in vectors}
+            return vectors, scalars
 
     def full(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> torch.Tensor:
         """Return the full float32 value of a trained parameter, or its optimizer state `key`, on the device.
 
         Collective: every rank passes the same arguments.
         """
+        # Each rank contributes its elements to zeros, so that the sum is the full value.
         full = torch.zeros(shape.numel(), dtype=torch.float32, device=self.device)
         with self.loaded(parameter, changes=False):
             shard = self.shard(parameter)
@@ -178,7 +193,7 @@ class ZeroShards(ABC):
             flat = self.flat(parameter)
             state = self.states.setdefault(flat, {})
             for key, value in values.items():
-                if not isinstance(value, torch.Tensor) or not value.dim():
+                if not _is_vector(value):
                     state[key] = value.clone() if isinstance(value, torch.Tensor) else value
                     continue
                 if key not in state:
@@ -195,20 +210,38 @@ class ZeroShards(ABC):
         """Update what the engine derives from weights and optimizer states, after both were loaded. Not collective."""
 
 
+def _is_vector(value: object) -> bool:
+    """Return whether an optimizer state has a value for each element, unlike a count of steps."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
 class FlatShards(ZeroShards):
-    """Shards at stages 1 and 2: each rank holds a part of one flat vector for each parameter group."""
+    """Shards at stages 1 and 2: each rank holds a part of one flat vector for each parameter group.
+
+    Attributes of DeepSpeed 0.19 that are used here, each with an entry for every parameter group:
+
+    - `bit16_groups`: the model's parameters.
+    - `single_partition_of_fp32_groups`: this rank's part of the flat vector.
+    - `params_in_partition`: the parameters with elements in this part, in the order of the vector.
+    - `averaged_gradients`: the gradients of these elements, one tensor for each parameter, and then padding. With
+      `cpu_offload`, `offload_gradient_dict` has them.
+    """
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         super().__init__(optimizer, device)
-        self._group = {id(p): number for number, group in enumerate(optimizer.bit16_groups) for p in group}
+        self._groups: dict[int, int] = {}  # id of a parameter, which the optimizer keeps alive → number of its group
+        for number, group in enumerate(optimizer.bit16_groups):
+            for parameter in group:
+                self._groups[id(parameter)] = number
 
     def flat(self, parameter: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.zero.single_partition_of_fp32_groups[self._group[id(parameter)]]
-        return found
+        vector: torch.Tensor = self.zero.single_partition_of_fp32_groups[self._groups[id(parameter)]]
+        return vector
 
     def shard(self, parameter: torch.Tensor) -> ShardRange | None:
+        # DeepSpeed sets the mapping between the parameter ("lp", low precision) and the vector ("hp", high precision).
         mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:
+        if mapping is None:  # this rank's part of the vector has no element of the parameter
             return None
         in_parameter = mapping.lp_fragment_address
         in_flat = mapping.hp_fragment_address
@@ -216,24 +249,29 @@ class FlatShards(ZeroShards):
 
     def clear_states(self, parameter: torch.Tensor) -> None:
         super().clear_states(parameter)
-        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-            mapping.optim_fragment = {}  # views of them
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
+            mapping.optim_fragment = {}  # it has views of the removed states
 
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         zero = self.zero
         for number, parameters in enumerate(zero.params_in_partition):
             if zero.cpu_offload:
-                grads = zero.offload_gradient_dict[number]
+                gradients = zero.offload_gradient_dict[number]
             else:
-                found = zero.averaged_gradients.get(number) or []
-                grads = [grad for grad in found if not getattr(grad, "_zero_padding", False)]
-            yield from zip(parameters, grads, strict=False)  # further gradients are padding
+                gradients = []
+                for gradient in zero.averaged_gradients.get(number) or []:  # None after a step
+                    if not getattr(gradient, "_zero_padding", False):
+                        gradients.append(gradient)
+            yield from zip(parameters, gradients, strict=False)  # further gradients are padding
 
     def discard_gradients(self) -> None:
+        # The same state as after DeepSpeed's own step, which frees gradients only if it also updates the weights.
         zero = self.zero
         zero.zero_grad()
         for number in range(len(zero.bit16_groups)):
-            zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
+            zero.averaged_gradients[number] = None
+            zero.all_grad_tensors[number] = None
         zero._release_preflattened_grad_buffers()
         zero.micro_step_id = -1
         zero._epilogue_ran_this_backward = False
@@ -246,28 +284,51 @@ class FlatShards(ZeroShards):
         self.zero.update_lp_params()
 
     def after_loading(self) -> None:
+        # The mappings of parameters have views of the states, which are other tensors now.
         self.zero._hp_optimizer_states_linked = False
         if self.states:
             self.zero._lazy_init_hp_params_optimizer_state()
 
 
-class ParameterShards(ZeroShards):
-    """Shards at stage 3: each rank holds a padded part of each parameter. Parts of several parameters form a vector."""
+class _Position(NamedTuple):
+    """Position of this rank's padded part of a parameter.
 
-    def _position(self, parameter: torch.Tensor) -> tuple[int, int, int]:
-        group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        return group, start, length
+    Attributes:
+        group: Number of the sub-group.
+        start: First element of the part in the sub-group's vector.
+        length: Number of elements, with padding. It is equal on all ranks.
+    """
+
+    group: int
+    start: int
+    length: int
+
+
+class ParameterShards(ZeroShards):
+    """Shards at stage 3: each rank holds a padded part of each parameter. Parts of several parameters form a vector.
+
+    Attributes of DeepSpeed 0.19 that are used here:
+
+    - `fp16_groups`: the model's parameters of each sub-group, which has one vector.
+    - `fp32_partitioned_groups_flat`: the vector of each sub-group.
+    - `grad_position`: see `_position`.
+    - `averaged_gradients`: lists of gradients by sub-group. With `offload_optimizer`, the gradient of the vector.
+    """
+
+    def _position(self, parameter: torch.Tensor) -> _Position:
+        return _Position(*self.zero.grad_position[self.zero.get_param_id(parameter)])
 
     def flat(self, parameter: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.zero.fp32_partitioned_groups_flat[self._position(parameter)[0]]
-        return found
+        vector: torch.Tensor = self.zero.fp32_partitioned_groups_flat[self._position(parameter).group]
+        return vector
 
     def shard(self, parameter: torch.Tensor) -> ShardRange | None:
-        _, start, length = self._position(parameter)
-        held: Any = parameter
-        offset = self.zero._get_param_partition_rank(held) * length
-        real = min(length, held.ds_numel - offset)
-        return ShardRange(start, real, offset) if real > 0 else None
+        position = self._position(parameter)
+        sharded: Any = parameter
+        offset = self.zero._get_param_partition_rank(sharded) * position.length
+        # Without the padding, with which all ranks' parts are equally long. A rank may hold padding only.
+        length = min(position.length, sharded.ds_numel - offset)
+        return ShardRange(position.start, length, offset) if length > 0 else None
 
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         zero = self.zero
@@ -277,8 +338,9 @@ class ParameterShards(ZeroShards):
                 continue
             for parameter in parameters:
                 with self.loaded(parameter, changes=False):
-                    _, start, length = self._position(parameter)
-                    yield parameter, zero.fp32_partitioned_groups_flat[number].grad.narrow(0, start, length)
+                    position = self._position(parameter)
+                    gradient = zero.fp32_partitioned_groups_flat[number].grad
+                    yield parameter, gradient.narrow(0, position.start, position.length)
 
     def discard_gradients(self) -> None:
         zero = self.zero
@@ -291,12 +353,12 @@ class ParameterShards(ZeroShards):
             zero.reset_cpu_buffers()
 
     def is_swapped(self, parameter: torch.Tensor) -> bool:
-        return bool(self.zero._swappable_optimizer_subgroup(self._position(parameter)[0]))
+        return bool(self.zero._swappable_optimizer_subgroup(self._position(parameter).group))
 
     @contextmanager
     def loaded(self, parameter: torch.Tensor, *, changes: bool) -> Iterator[None]:
         zero = self.zero
-        group = self._position(parameter)[0]
+        group = self._position(parameter).group
         if not self.is_swapped(parameter):
             yield
             return

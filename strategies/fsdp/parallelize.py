@@ -496,6 +496,7 @@ class ParallelModel:
         self.usage = None
         self._gather = None
         self._experts = None
+        self._roots = []
         self._units = []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,13 @@ from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_model
 from trainwright.strategies.strategy import DataParallel, ParallelEngine
 
+# Options of AdamW's parameter groups that megatron-core's optimizer uses, too. Schedulers may change them.
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
-_OFF = ("amsgrad", "maximize", "capturable", "differentiable")
+# Options of AdamW that megatron-core's optimizer does not have. They must be False.
+_UNSUPPORTED_OF_ADAMW = ("amsgrad", "maximize", "capturable", "differentiable")
+# The options of MegatronStrategy that the engine supports.
 _OPTIONS = ("tp", "dp_shard", "recompute", "weights_after_stage", "timeout", "hang_timeout", "process_group_backend")
+# Keys of AdamW's moments, which megatron-core's optimizer also uses.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -49,6 +53,10 @@ class MegatronCoreEngine(ParallelEngine):
         strategy, settings: See `Engine`.
         shape: Mesh of the run, with `tp` and `dp_shard`.
         recompute: Megatron-core's `recompute_granularity`: `"full"`, `"selective"` or None, which disables it.
+
+    Attributes:
+        trained: Optimizer of the GPTModel. None before `prepare`, without optimizers (in evaluation), and after
+            `unshard`.
     """
 
     autocasts = False
@@ -60,29 +68,33 @@ class MegatronCoreEngine(ParallelEngine):
         self._shape = shape
         self._recompute = recompute
         self.trained: DistributedAdamW | None = None
+        # Set by `_place`, which also sets `_gpt` and `_weights`: transformers' model in the task.
         self._model: Any = None
 
     def start(self, topology: Topology) -> None:
         super().start(topology)
         groups = core(".parallel_state")
         groups.initialize_model_parallel(tensor_model_parallel_size=self._shape.tp, create_gloo_process_groups=False)
-        is_some_ranks = 1 < self._shape.dp_shard < self._shape.size  # else none or all of them
-        data_group = groups.get_data_parallel_group() if is_some_ranks else None
+        # A group is needed only if the data-parallel ranks are several, but not all ranks.
+        needs_group = 1 < self._shape.dp_shard < self._shape.size
+        data_group = groups.get_data_parallel_group() if needs_group else None
         self.data_ranks = self._shape.data_ranks(self.processes, data_group)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices):
-            core(".tensor_parallel").model_parallel_cuda_manual_seed(0)  # without dropout, only required by fork()
+            # Megatron-core's fork() requires a seed. The GPTModel has no dropout, so the seed has no effect.
+            core(".tensor_parallel").model_parallel_cuda_manual_seed(0)
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         if not roots:
             raise ConfigurationError(
                 "engine='megatron-core' works only with a Trainer. Use engine='torch' in user-written training loops."
             )
-        prepared = super().prepare(models, optimizers, plan, roots)
+        prepared = super().prepare(models, optimizers, plan, roots)  # calls `_place`, which creates the GPTModel
         if optimizers is not None:
             check_optimizers(prepared.optimizers)
             self.trained = DistributedAdamW(prepared.optimizers[0], self._gpt, self._weights, self.device)
             self.gradients = self.trained
+        # After the optimizer was created: the weights are also copied to its float32 shards.
         self.to_gpt(self._from_main)
         return prepared
 
@@ -95,6 +107,11 @@ class MegatronCoreEngine(ParallelEngine):
         return None  # the GPTModel computes in its own dtype
 
     def _place(self, model: nn.Module) -> None:
+        """Create the GPTModel on the device, and make the forward of transformers' model run it.
+
+        Args:
+            model: The task.
+        """
         inner = find_model(model).cpu()
         self._model = inner
         # Take transformers' model out of the task, so that only the rest of the task moves to the device.
@@ -114,22 +131,28 @@ class MegatronCoreEngine(ParallelEngine):
         inner.forward = forward_through(self._gpt, inner)
 
     def _from_main(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the main rank's value of a parameter, on the device. Collective."""
         value = parameter.detach().to(self.device)
         if self.processes.world_size > 1:
             dist.broadcast(value, src=0)
         return value
 
     def to_gpt(self, value: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Copy `value(p)`, for each parameter p of transformers' model, to the GPTModel. Collective if `value` is."""
-        for own, part in self._weights.divide(value):
-            own.data.copy_(part)
-            shard = None if self.trained is None else self.trained.shard(own)
+        """Copy `value(p)`, for each parameter p of transformers' model, to the GPTModel. Collective if `value` is.
+
+        Parameters of the optimizer are also copied to its float32 shards, from which each step computes new values.
+        """
+        for gpt_parameter, part in self._weights.divide(value):
+            gpt_parameter.data.copy_(part)
+            shard = None if self.trained is None else self.trained.shard(gpt_parameter)
             if shard is not None:
-                values, place = shard
-                values["param"].data.copy_(part.reshape(-1)[place])
+                shard.tensors["param"].data.copy_(part.reshape(-1)[shard.place])
 
     def from_gpt(self) -> None:
-        """Copy the trained values of the GPTModel to transformers' model. Collective."""
+        """Copy the trained values of the GPTModel to transformers' model. Collective.
+
+        Without an optimizer, the two models already have equal values.
+        """
         if self.trained is not None:
             for parameter, full in self._weights.gather(partial(self.trained.full, key="param")):
                 parameter.data.copy_(full)
@@ -142,6 +165,7 @@ class MegatronCoreEngine(ParallelEngine):
         if self.trained is not None:
             self.trained.handle.remove()
             self.trained.fill()
+        # The task's optimizer now has the state. `DistributedAdamW` and its buffers are freed.
         self.trained = None
 
     def close(self) -> None:
@@ -179,7 +203,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     used: set[str] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            used.update(name for name in _OFF if group.get(name))
+            used.update(name for name in _UNSUPPORTED_OF_ADAMW if group.get(name))
     if [type(optimizer) for optimizer in optimizers] != [AdamW] or used:
         with_options = f" with {', '.join(sorted(used))}" if used else ""
         raise ConfigurationError(
@@ -188,10 +212,24 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
+class ParameterShard(NamedTuple):
+    """This rank's shard of a parameter in megatron-core's optimizer.
+
+    Attributes:
+        tensors: Flat float32 tensors of the shard: its values (`"param"`), and its moments after the first step
+            (`"exp_avg"`, `"exp_avg_sq"`).
+        place: Elements of the flat parameter that are in the shard.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    place: slice
+
+
 class DistributedAdamW(Gradients):
     """Megatron-core's distributed optimizer with the groups of the task's AdamW. Its step runs after AdamW's.
 
-    The gradients are stored in megatron-core's buffers.
+    The gradients are stored in megatron-core's buffers. The task's AdamW has state only while a checkpoint is saved or
+    loaded, and after the run.
 
     Args:
         optimizer: The task's optimizer of transformers' parameters. The parameters have no gradients, so AdamW changes
@@ -199,6 +237,14 @@ class DistributedAdamW(Gradients):
         gpt: The GPTModel.
         weights: Mapping between the weights of the GPTModel and those of transformers' model.
         device: Device of the gradients.
+
+    Attributes:
+        optimizer: The argument.
+        weights: The argument.
+        num_steps: Number of optimizer steps, also those of a loaded checkpoint.
+        replica: Megatron-core's DistributedDataParallel of the GPTModel, which owns the buffers of gradients.
+        library: Megatron-core's optimizer.
+        handle: Handle of the hook that steps `library` after `optimizer`. The engine removes it at the end.
     """
 
     def __init__(self, optimizer: Optimizer, gpt: Any, weights: WeightMap, device: torch.device) -> None:
@@ -207,25 +253,27 @@ class DistributedAdamW(Gradients):
         self.weights = weights
         self.num_steps = 0
         parallel = core(".distributed")
-        library = core(".optimizer")
+        optimizers = core(".optimizer")
         options = parallel.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.replica = parallel.DistributedDataParallel(gpt.config, options, gpt)
         names = {parameter: name for name, parameter in self.replica.named_parameters()}
         group_of: dict[nn.Parameter, int] = {}
         for i, group in enumerate(optimizer.param_groups):
             group_of.update(dict.fromkeys(group["params"], i))
-        names_of_group: dict[int, list[str]] = {}
-        for weight, own, originals in weights.rows:
+        names_of_group: dict[int, list[str]] = {}  # index of a group → names of the GPTModel's parameters
+        for weight, gpt_parameter, originals in weights.rows:
             indices = {group_of.get(parameter) for parameter in originals}
             if len(indices) > 1 or None in indices:
                 raise ConfigurationError(
                     f"The optimizer has {', '.join(weight.names)} in different parameter groups or in none, but "
                     "engine='megatron-core' trains them as one tensor. Put these parameters in one group."
                 )
-            names_of_group.setdefault(indices.pop() or 0, []).append(names[own])
+            group_index = indices.pop()
+            assert group_index is not None
+            names_of_group.setdefault(group_index, []).append(names[gpt_parameter])
         key = core(".optimizer.optimizer_config").ParamKey
-        chained = library.get_megatron_optimizer(
-            library.OptimizerConfig(
+        chained = optimizers.get_megatron_optimizer(
+            optimizers.OptimizerConfig(
                 optimizer="adam", lr=0.0, use_distributed_optimizer=True, bf16=gpt.config.bf16, clip_grad=0.0
             ),
             [self.replica],
@@ -233,11 +281,12 @@ class DistributedAdamW(Gradients):
             config_overrides={key(name=tuple(group)): {"task_group": i} for i, group in names_of_group.items()},
             use_gloo_process_groups=False,
         )
-        self.library = chained.chained_optimizers[0]
+        self.library = chained.chained_optimizers[0]  # the only one, because the GPTModel has no experts
         self._ranks = core(".parallel_state").get_data_parallel_group()
         self.handle = optimizer.register_step_post_hook(self._step)
 
     def _step(self, *_: object) -> None:
+        """Step the GPTModel with the hyperparameters of the task's optimizer. Called after each of its steps."""
         for group in self.library.param_groups:
             task_group = self.optimizer.param_groups[group["task_group"]]  # schedulers change its learning rate
             group.update({name: task_group[name] for name in _HYPERPARAMETERS})
@@ -250,48 +299,49 @@ class DistributedAdamW(Gradients):
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         counts: dict[nn.Parameter, bool] = {}
-        for weight, own, _ in self.weights.rows:
+        for weight, gpt_parameter, _ in self.weights.rows:
             # Every tensor-parallel rank has the weights that are not split. The norm counts those of the first rank.
             is_split = weight.layout != "same"
-            counts[own] = is_split or self.weights.rank == 0
+            counts[gpt_parameter] = is_split or self.weights.rank == 0
+        shards: list[tuple[torch.Tensor, bool]] = []
+        for gpt_parameter, gradient in self.gradient_shards():
+            shards.append((gradient, counts[gpt_parameter]))
         with torch.no_grad():
-            return clip_shards([(shard, counts[own]) for own, shard in self.shards()], clip, self.device)
+            return clip_shards(shards, clip, self.device)
 
     def free(self, parameters: Iterable[torch.Tensor] = ()) -> bool:
         self.replica.zero_grad_buffer()
         self.library.zero_grad()
         return True
 
-    def shard(self, own: nn.Parameter) -> tuple[dict[str, torch.Tensor], slice] | None:
-        """Return this rank's shard of a parameter: its values and moments, and its slice of the flat parameter.
-
-        Return None if this rank does not step any element of the parameter.
-        """
-        if own not in self.library.model_param_gbuf_map:
+    def shard(self, gpt_parameter: nn.Parameter) -> ParameterShard | None:
+        """Return this rank's shard of a parameter, or None if this rank does not step any element of the parameter."""
+        if gpt_parameter not in self.library.model_param_gbuf_map:
             return None
-        bounds = self.library._get_model_param_range_map(own)["param"]
-        return self.library._get_main_param_and_optimizer_states(own), slice(bounds.start, bounds.end)
+        bounds = self.library._get_model_param_range_map(gpt_parameter)["param"]
+        tensors = self.library._get_main_param_and_optimizer_states(gpt_parameter)
+        return ParameterShard(tensors, slice(bounds.start, bounds.end))
 
-    def full(self, own: nn.Parameter, key: str) -> torch.Tensor:
+    def full(self, gpt_parameter: nn.Parameter, key: str) -> torch.Tensor:
         """Return a parameter of the GPTModel in float32 (`key="param"`), or one of its moments. Collective."""
-        flat = torch.zeros(own.numel(), device=own.device)
-        shard = self.shard(own)
+        # Each element is in the shard of one rank, and 0 on the others.
+        flat = torch.zeros(gpt_parameter.numel(), device=gpt_parameter.device)
+        shard = self.shard(gpt_parameter)
         if shard is not None:
-            values, place = shard
-            flat[place] = values[key]
+            flat[shard.place] = shard.tensors[key]
         dist.all_reduce(flat, group=self._ranks)
-        return flat.view_as(own)
+        return flat.view_as(gpt_parameter)
 
-    def shards(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield parameters with this rank's shards of their gradients. Not collective."""
-        for _, own, _ in self.weights.rows:
-            shard = self.shard(own)
+    def gradient_shards(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield parameters of the GPTModel with this rank's shards of their gradients. Not collective."""
+        for _, gpt_parameter, _ in self.weights.rows:
+            shard = self.shard(gpt_parameter)
             if shard is not None:
-                _, place = shard
-                yield own, own.main_grad.view(-1)[place]  # type: ignore[attr-defined]  # megatron-core's
+                gradient = gpt_parameter.main_grad  # type: ignore[attr-defined]  # megatron-core's
+                yield gpt_parameter, gradient.view(-1)[shard.place]
 
     def fill(self) -> None:
-        """Copy the state from megatron-core's optimizer to the task's optimizer. Collective."""
+        """Copy the state from megatron-core's optimizer to the task's optimizer, on the host. Collective."""
         self.optimizer.state.clear()
         if self.num_steps == 0:
             return
@@ -302,10 +352,15 @@ class DistributedAdamW(Gradients):
                 state[key] = full.contiguous()
 
     def load(self) -> None:
-        """Move the state from the task's optimizer to megatron-core's optimizer. Not collective."""
+        """Move the state from the task's optimizer to megatron-core's optimizer. Not collective.
+
+        Raises:
+            ConfigurationError: The loaded groups have an option that megatron-core's optimizer does not support.
+            CheckpointError: Parameters have made different numbers of steps.
+        """
         check_optimizers([self.optimizer])
         task_state = self.optimizer.state
-        own_state = self.library.optimizer.state
+        library_state = self.library.optimizer.state
         steps = {int(state["step"]) for state in task_state.values()}
         if len(steps) > 1:
             raise CheckpointError(
@@ -313,17 +368,19 @@ class DistributedAdamW(Gradients):
                 f"steps {sorted(steps)}. Use engine='torch', or pass allow_missing=['optimizer'] to start the "
                 "optimizer from scratch."
             )
-        own_state.clear()
+        library_state.clear()
         self.num_steps = max(steps, default=0)
-        for key in _MOMENTS if steps else ():
-            full = {parameter: state[key] for parameter, state in task_state.items()}
-            for own, part in self.weights.divide(full.__getitem__):
-                shard = self.shard(own)
-                if shard is not None:
-                    values, place = shard
-                    main = values["param"]
-                    own_state[main][key] = part.reshape(-1)[place].to(main.device, copy=True)
-        for state in own_state.values():  # torch's AdamW reads the steps here, Transformer Engine's in the groups
+        if steps:
+            for key in _MOMENTS:
+                moments = {parameter: state[key] for parameter, state in task_state.items()}
+                for gpt_parameter, part in self.weights.divide(moments.__getitem__):
+                    shard = self.shard(gpt_parameter)
+                    if shard is not None:
+                        values = shard.tensors["param"]  # the parameter in torch's sense, of which it is the state
+                        moment = part.reshape(-1)[shard.place]
+                        library_state[values][key] = moment.to(values.device, copy=True)
+        # torch's AdamW stores the number of steps for each parameter, and Transformer Engine's for each group.
+        for state in library_state.values():
             state["step"] = torch.tensor(float(self.num_steps))
         for group in self.library.param_groups:
             group["step"] = self.num_steps
@@ -334,8 +391,8 @@ class CoreStep(AutomaticStep):
     """A step whose gradients are stored in megatron-core's buffers."""
 
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        trained: Any = self.parts.gradients
-        yield from trained.shards()
+        trained: Any = self.parts.gradients  # a DistributedAdamW
+        yield from trained.gradient_shards()
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
         raise TaskError(f"{type(self.task).__name__}.training_step returned None. Return a loss for every micro-batch.")
@@ -366,7 +423,7 @@ class CoreState(FullState):
             return super().optimizer_states()
         self._engine.trained.fill()
         states = super().optimizer_states()
-        self._optimizers[0].state.clear()
+        self._optimizers[0].state.clear()  # frees the copies, which `states` holds until it is saved
         return states
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

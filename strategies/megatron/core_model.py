@@ -15,21 +15,44 @@ from torch.nn.functional import gelu, pad, silu
 from trainwright.checkpoint.interop.megatron_names import LLAMA_LIKE, ModelShape, ModelWeight, joined_norms
 from trainwright.core.errors import ConfigurationError, require_package
 
+# Classes of transformers whose weights can be converted to a GPTModel.
 _CLASSES = (*LLAMA_LIKE.values(), "GPT2LMHeadModel")
-_ZEROS = dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-_SUPPORTED = {"hidden_act": "silu", "activation_function": "gelu_new", "scale_attn_weights": True, **_ZEROS}
-_SUPPORTED |= dict.fromkeys(("attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx"), False)
-_SUPPORTED |= {"sliding_window": None, "add_cross_attention": False, "rope_type": "default"}
+
+# Name in the configuration of a model → the only supported value. A configuration may lack the name.
+_SUPPORTED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "attention_dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "sliding_window": None,
+    "add_cross_attention": False,
+    "rope_type": "default",
+}
 
 
 def core(name: str = "") -> Any:
-    """Import megatron-core, or one of its modules."""
+    """Import megatron-core, or one of its modules, such as `".parallel_state"`.
+
+    Raises:
+        MissingPackageError: Megatron-core is not installed.
+    """
     purpose = "MegatronStrategy(engine='megatron-core')"
     return require_package(f"megatron.core{name}", purpose=purpose, install="'trainwright[megatron]'")
 
 
 def check_cuda(device_type: str) -> None:
-    """Raise an error if the device type is not CUDA or megatron-core is not installed."""
+    """Check the device type, and that megatron-core is installed.
+
+    Raises:
+        ConfigurationError: The device type is not CUDA.
+        MissingPackageError: Megatron-core is not installed.
+    """
     if device_type != "cuda":
         raise ConfigurationError(
             f"engine='megatron-core' needs CUDA devices, and Transformer Engine for fused attention; accelerator="
@@ -52,14 +75,15 @@ def find_model(task: nn.Module) -> Any:
             "engine='megatron-core' trains one. Use engine='torch'."
         )
     model: Any = models[0]
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    untrained = [name for name, parameter in task.named_parameters() if id(parameter) not in trained]
+    trained_ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    untrained = [name for name, parameter in task.named_parameters() if id(parameter) not in trained_ids]
     if untrained:
         raise ConfigurationError(
             f"{untrained[0]!r} and {len(untrained) - 1} others are frozen or not in {type(model).__name__}, and "
             "engine='megatron-core' trains all parameters of one model. Use engine='torch'."
         )
     config = model.config.to_dict()
+    # transformers 5 nests the type. A model without rotary embeddings has no `rope_parameters`.
     config["rope_type"] = (config.get("rope_parameters") or {}).get("rope_type", "default")
     unsupported: list[str] = []
     for name, supported in _SUPPORTED.items():
@@ -78,7 +102,11 @@ def find_model(task: nn.Module) -> Any:
 
 
 def shape_of(model: Any, tp: int) -> ModelShape:
-    """Return the sizes of a model, after checking that `tp` divides them."""
+    """Return the sizes of a model, after checking that `tp` divides them.
+
+    Raises:
+        ConfigurationError: `tp` does not divide a size.
+    """
     name = type(model).__name__
     shape = ModelShape.of(model.config.to_dict(), name)
     if shape.vocabulary % tp:
@@ -96,12 +124,12 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
     `model` is the model of transformers whose configuration is used. For the other arguments see `MegatronCoreEngine`.
     """
     is_gpt2 = shape.kind == "gpt2"
-    theirs = model.config
+    model_config = model.config
     norm = "LayerNorm" if is_gpt2 else "RMSNorm"
     rotary_base = 10000
     if not is_gpt2:
         # transformers 5 has `rope_parameters`. Older versions have `rope_theta` in the configuration itself.
-        options = theirs.to_dict()
+        options = model_config.to_dict()
         rotary_base = (options.get("rope_parameters") or options).get("rope_theta", rotary_base)
     recompute_options: dict[str, Any] = {}
     if recompute == "full":  # megatron-core requires a method
@@ -120,7 +148,7 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         gated_linear_unit=not is_gpt2,
         activation_func=partial(gelu, approximate="tanh") if is_gpt2 else silu,
         normalization=norm,
-        layernorm_epsilon=theirs.layer_norm_epsilon if is_gpt2 else theirs.rms_norm_eps,
+        layernorm_epsilon=model_config.layer_norm_epsilon if is_gpt2 else model_config.rms_norm_eps,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -153,13 +181,19 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
 class WeightMap:
     """Mapping between the weights of a GPTModel and those of transformers' model, which are on the host.
 
-    `value` is a function of a parameter: of transformers' model in `divide`, and of the GPTModel in `gather`.
+    One weight of the GPTModel may join several of transformers' model, such as those of query, key and value. The
+    methods also convert other tensors with the shapes of weights, such as moments of an optimizer.
 
     Args:
         model: The model of transformers.
         gpt: This rank's part of the GPTModel.
         shape: Sizes of the model.
         tp: Number of tensor-parallel ranks.
+
+    Attributes:
+        rank: Tensor-parallel rank of this process.
+        rows: For each weight: its description, this rank's parameter of the GPTModel, and the parameters of
+            transformers' model that it joins.
     """
 
     def __init__(self, model: nn.Module, gpt: nn.Module, shape: ModelShape, tp: int) -> None:
@@ -181,16 +215,24 @@ class WeightMap:
 
     @torch.no_grad()
     def divide(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter of the GPTModel with this rank's part of the full values `value(p)`. Not collective."""
-        for weight, own, originals in self.rows:
+        """Yield each parameter of the GPTModel with this rank's part of full values. Not collective.
+
+        Args:
+            value: Returns the full value of a parameter of transformers' model.
+        """
+        for weight, gpt_parameter, originals in self.rows:
             full = weight.join([value(parameter) for parameter in originals])
-            yield own, weight.divide(full, self._tp)[self.rank]
+            yield gpt_parameter, weight.divide(full, self._tp)[self.rank]
 
     @torch.no_grad()
     def gather(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter of transformers' model with the joined parts `value(p)`, on the host. Collective."""
-        for weight, own, originals in self.rows:
-            part = value(own).contiguous()
+        """Yield each parameter of transformers' model with its full value, on the host. Collective.
+
+        Args:
+            value: Returns this rank's part of a value for a parameter of the GPTModel.
+        """
+        for weight, gpt_parameter, originals in self.rows:
+            part = value(gpt_parameter).contiguous()
             parts = [torch.empty_like(part) for _ in range(self._tp)]
             dist.all_gather(parts, part, group=self._group)
             full = weight.separate(weight.undivide(parts))
@@ -200,14 +242,23 @@ class WeightMap:
 
 @dataclass(frozen=True)
 class CausalOutput:
-    """Output of the model, with the fields of transformers. `logits` is None in training with labels."""
+    """Output of the model, with the names of transformers' outputs.
+
+    Attributes:
+        loss: Mean cross-entropy over targets (0-dim). None without labels.
+        logits: Logits of the full vocabulary, (batch, length, vocabulary), float32. None in training with labels, which
+            saves their memory.
+    """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
 
 def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
-    """Return a function with the calling convention of transformers' model that runs a GPTModel."""
+    """Return a function with the arguments and results of transformers' model that runs a GPTModel.
+
+    The function raises a `ConfigurationError` for other arguments, and for left padding and packed sequences.
+    """
     parallel = core(".tensor_parallel")
 
     def forward(
@@ -229,28 +280,32 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
                 "them, or use engine='torch'."
             )
         length = input_ids.shape[1]
-        arange = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        # Blocks on the device. Padding on the right needs no mask: the causal mask hides it from earlier tokens.
         if attention_mask is not None and not bool((attention_mask.diff(dim=1) <= 0).all()):
             raise ConfigurationError("engine='megatron-core' does not support padding on the left. Pad on the right.")
-        if position_ids is not None and not bool((position_ids == arange).all()):
+        if position_ids is not None and not bool((position_ids == positions).all()):
             raise ConfigurationError(
                 "engine='megatron-core' does not support packed sequences or other position_ids. Remove "
                 "position_ids, or use engine='torch'."
             )
         gpt.train(model.training)
+        # True where a position must not attend to another: to later ones.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=input_ids.device).triu(1)
-        logits = gpt(input_ids, arange, mask).float()
+        logits = gpt(input_ids, positions, mask).float()
         if shift_labels is None and labels is not None:
             shift_labels = pad(labels, (0, 1), value=-100)[:, 1:]
         if shift_labels is None:
             return CausalOutput(logits=parallel.gather_from_tensor_model_parallel_region(logits))
-        full = None
+        full_logits = None
         if not model.training:
-            # Megatron-core 0.16's cross-entropy overwrites the logits.
-            full = parallel.gather_from_tensor_model_parallel_region(logits).clone()
-        counted = shift_labels != -100
-        losses = parallel.vocab_parallel_cross_entropy(logits, shift_labels.masked_fill(~counted, 0).contiguous())
-        num_items = counted.sum() if num_items_in_batch is None else num_items_in_batch
-        return CausalOutput((losses * counted).sum() / num_items, full)
+            # Copied, because megatron-core 0.16's cross-entropy overwrites the logits.
+            full_logits = parallel.gather_from_tensor_model_parallel_region(logits).clone()
+        is_target = shift_labels != -100
+        # The cross-entropy accepts only indices of the vocabulary. Losses of other positions are then multiplied by 0.
+        targets = shift_labels.masked_fill(~is_target, 0).contiguous()
+        losses = parallel.vocab_parallel_cross_entropy(logits, targets)
+        num_items = is_target.sum() if num_items_in_batch is None else num_items_in_batch
+        return CausalOutput((losses * is_target).sum() / num_items, full_logits)
 
     return forward

@@ -8,7 +8,7 @@ from typing import Any
 from trainwright.core.names.kwargs_handler import as_flag
 from trainwright.strategies.option_table import EngineOption, OptionTable
 
-# Replacements of options of Megatron-LM.
+# What to use instead of unsupported options of Megatron-LM. The texts end errors such as "… is not supported: TEXT."
 _SEQUENCES = "Accelerator(parallelism_config=ParallelismConfig(cp_size=…)) splits sequences; remove it"
 _EXPERTS = "Accelerator(fsdp_plugin=…, parallelism_config=ParallelismConfig(ep_size=…)) divides experts; remove it"
 _DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop=…, resid_pdrop=…); remove it"

@@ -32,8 +32,8 @@ def _is_several(axis: str, doc: str) -> property:
 class ParallelismConfig(KwargsHandler):
     """Number of ranks along each axis. The product of the sizes is the number of processes.
 
-    A field that is None takes the value of its environment variable (`PARALLELISM_CONFIG_TP_SIZE`, …), or 1 if it is
-    not set.
+    A size that is None takes the value of its environment variable (`PARALLELISM_CONFIG_TP_SIZE`, …), or 1 if the
+    variable is not set.
 
     Attributes:
         dp_replicate_size: Number of replicas of the model, which see different data.
@@ -41,11 +41,14 @@ class ParallelismConfig(KwargsHandler):
         tp_size: Number of ranks that split the layers of a model.
         pp_size: Number of pipeline stages (see `MegatronStrategy`), and of micro-batches per batch. Not in Accelerate.
         ep_size: Number of ranks over which experts are divided (see `FSDPStrategy`). `dp_shard_size` must be divisible
-            by `ep_size`. Does not count in the product of the sizes. Not in Accelerate.
+            by `ep_size`, which does not count in the product of the sizes. Not in Accelerate.
         cp_size, sp_size: Number of ranks that split the sequences of a batch (see `FSDPStrategy` and
             `Accelerator.maybe_context_parallel`). The ranks hold shards, too. Only one of the sizes can be above 1.
         cp_backend, sp_backend: Accepted without effect: Trainwright's attention is used.
         tp_handler, cp_handler, sp_handler: Not supported. Must be None.
+
+    Raises:
+        ConfigurationError: A size is invalid, or the sizes contradict each other.
     """
 
     dp_replicate_size: int | None = PARALLELISM.field("dp_replicate_size")
@@ -87,6 +90,7 @@ class ParallelismConfig(KwargsHandler):
             )
 
     def _size(self, axis: str) -> int:
+        """Return the size of an axis, which `__post_init__` has set."""
         size: int = getattr(self, f"{axis}_size")
         return size
 
@@ -149,7 +153,7 @@ class ParallelismConfig(KwargsHandler):
         return self.arranged(self._unarranged(), num_processes)
 
     def _unarranged(self) -> Strategy:
-        """Return a strategy for the active axes. `arranged` sets the sizes of an `FSDPStrategy`."""
+        """Return a strategy for the active axes. If it is an `FSDPStrategy`, `arranged` sets its sizes."""
         if self.pp_enabled:
             sizes: dict[str, Any] = {axis: self._size(axis) for axis in _AXES}
             return MegatronStrategy(**sizes, num_micro_batches=sizes["pp"])
@@ -168,9 +172,10 @@ class ParallelismConfig(KwargsHandler):
         """Return another plugin's strategy with the sizes of this object. Only an `FSDPStrategy` is changed.
 
         Raises:
-            ConfigurationError: The product of the sizes is not the number of processes, or `pp_size` is above 1.
+            ConfigurationError: The sizes are invalid, or their product is not the number of processes. `pp_size` is
+                above 1 and the strategy is an `FSDPStrategy` of another plugin.
         """
-        self.__post_init__()  # a size may have been assigned since
+        self.__post_init__()  # checks sizes that were assigned after the object was created
         if self.total_size != num_processes:
             shown_axes = [axis for axis in _AXES if axis != "sp" or self.sp_enabled]
             sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in shown_axes)

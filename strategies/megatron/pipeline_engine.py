@@ -56,16 +56,24 @@ class PipelineEngine(FSDPEngine):
     Args:
         strategy, settings: See `Engine`.
         options: Options of the pipeline.
+
+    Attributes:
+        pipeline: The stages of the model. Set by `prepare`.
     """
 
     mesh: DeviceMesh
     state: PipelineState
+    pipeline: Pipeline
 
     def __init__(self, strategy: FSDPStrategy, settings: EngineSettings, *, options: PipelineOptions) -> None:
         super().__init__(strategy, settings)
         self._options = options
+        # Set by `_divide`: the model that `prepare` received, and the stages of its tensors.
+        self._model: nn.Module
+        self._tensor_stages: TensorStages
 
     def start(self, topology: Topology) -> None:
+        # Without the argument, the last stage would store the outputs of all micro-batches.
         if "return_outputs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
             raise ConfigurationError(
                 f"pp={self._options.pp} needs a newer torch than {torch.__version__}, whose pipeline schedules have no "
@@ -76,7 +84,13 @@ class PipelineEngine(FSDPEngine):
     # Model and optimizers
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
-        """Divide a model into stages, and let the optimizers step those of this rank. Collective."""
+        """Divide a model into stages, and let the optimizers step those of this rank. Collective.
+
+        The Trainer passes `roots`. Without them, the model belongs to a user-written loop.
+
+        Raises:
+            ConfigurationError: Pipelines do not support the loop or the model.
+        """
         if not roots:
             self._check_loop(models, plan)
         elif optimizers is not None:
@@ -113,24 +127,29 @@ class PipelineEngine(FSDPEngine):
 
     def _prepare_for_loop(self, model: nn.Module) -> PreparedModel:
         """Divide the model of a user-written loop. The loop's optimizers already hold its parameters."""
-        before = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        old_parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         if self.precision.autocast_dtype is not None:
-            widen(before.values())
+            widen(old_parameters.values())
         self._divide(model)
         # Plain names, because recomputed layers are wrapped now.
-        after = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-        for name, old in before.items():
-            self._replaced[old] = after[name]
+        new_parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        for name, old in old_parameters.items():
+            self._replaced[old] = new_parameters[name]  # `_over_shards` replaces them in the optimizers
         loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, self._options.num_micro_batches)
         return PreparedModel(call=loop, attributes=model, run_group=loop.forward_backward)
 
     def _sharding(self) -> Sharding | None:
+        # Without data-parallel ranks, FSDP is not used.
         shape = self.strategy.mesh_shape(self.settings)
         is_sharded = shape.dp_replicate * shape.dp_shard * shape.cp > 1
         return super()._sharding() if is_sharded else None
 
     def _divide(self, task: nn.Module) -> None:
-        """Divide a model into stages, and keep those of this rank. Collective."""
+        """Divide a model into stages, and keep those of this rank. Collective.
+
+        The stages are found first, while the model has all weights. `_build_weights` then frees the weights of other
+        stages, `_shard` replaces parameters of this rank's stages, and `install` changes the calls of modules.
+        """
         self._model = task
         options = self._options
         rank_of_stage = ranks_of_stages(options.schedule, options.pp, options.stages_per_rank)
@@ -144,18 +163,19 @@ class PipelineEngine(FSDPEngine):
         recomputed.wrap(task, recomputed_layers)
         stages = find_stages(task, num_stages, options.split_points)
         self.pipeline = Pipeline(task, stages, links)
-        self._stages_of = TensorStages.of(task, self.pipeline.modules)
+        self._tensor_stages = TensorStages.of(task, self.pipeline.modules)
 
         own_stages = nn.ModuleList(self.pipeline.modules[stage] for stage in links.own)
         self._build_weights(task, own_stages)
-        model = self._shard(task, own_stages)
-        self.pipeline.release = model.reshard
+        sharded = self._shard(task, own_stages)
+        self.pipeline.release = sharded.reshard
         self._narrow_unsharded(task)
-        parameters = dict(task.named_parameters())
-        for name in self._stages_of.ties:
-            # The gradient norm counts a tied parameter once: on the rank of its first stage.
-            if self._stages_of.owner(name) not in links.own:
-                model.counted[id(parameters[name])] = False
+        # After `_sum_shared`, several ranks have the gradient of a parameter in several stages or in no stage. The
+        # gradient norm counts it once: on the rank of the stage that owns the parameter.
+        for name, parameter in task.named_parameters():
+            is_on_several_ranks = name in self._tensor_stages.ties or self._tensor_stages.is_in_no_stage(name)
+            if is_on_several_ranks and self._tensor_stages.owner(name) not in links.own:
+                sharded.counted[id(parameter)] = False
         # An ExitStack undoes the last change first: the calls of modules, then the wrappers of layers.
         self._undo_pipeline = ExitStack()
         self._undo_pipeline.callback(recomputed.unwrap)
@@ -177,26 +197,35 @@ class PipelineEngine(FSDPEngine):
             if module.index not in self.pipeline.links.own:
                 free_module(task, module, kept)
         for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
-            if self._stages_of.is_in_no_stage(name):
+            if self._tensor_stages.is_in_no_stage(name):
                 tensor.data = tensor.data.to(self.device).contiguous()
                 dist.broadcast(tensor.detach(), src=0)
 
     def _shard(self, task: nn.Module, own_stages: nn.ModuleList) -> ParallelModel:
         """Shard the stages of this rank and split their layers. Collective."""
-        # `before` holds the parameters, so that no other object gets their ids.
-        before = list(own_parameters(own_stages))
-        model = self._parallelize(task, list(own_stages), None)
-        # Sharding replaces parameters: update tied ones in modules of other stages, too.
-        replace_parameters(task, {id(old): module.get_parameter(key) for module, key, old in before})
-        return model
+        # The list holds the old parameters, so that no other object gets their ids.
+        old_parameters = list(own_parameters(own_stages))
+        sharded = self._parallelize(task, list(own_stages), None)
+        # Sharding replaces parameters in the modules of this rank's stages. Replace tied ones in other stages, too.
+        new_by_id: dict[int, nn.Parameter] = {}
+        for module, key, old in old_parameters:
+            new_by_id[id(old)] = module.get_parameter(key)
+        replace_parameters(task, new_by_id)
+        return sharded
 
     def _narrow_unsharded(self, task: nn.Module) -> None:
-        """Let parameters in no stage have the dtype in forwards to which FSDP casts the parameters of stages."""
+        """Cast parameters in no stage to the dtype to which FSDP casts the parameters of stages in forwards."""
         dtype = self.precision.autocast_dtype
         if dtype is None or self._sharding() is None:
             return
-        in_no_stage = {id(p) for name, p in task.named_parameters() if self._stages_of.is_in_no_stage(name)}
-        places = [(module, key) for module, key, parameter in own_parameters(task) if id(parameter) in in_no_stage]
+        ids_in_no_stage: set[int] = set()
+        for name, parameter in task.named_parameters():
+            if self._tensor_stages.is_in_no_stage(name):
+                ids_in_no_stage.add(id(parameter))
+        places: list[tuple[nn.Module, str]] = []  # a tied parameter has several places
+        for module, key, parameter in own_parameters(task):
+            if id(parameter) in ids_in_no_stage:
+                places.append((module, key))
         self.pipeline.narrow(dtype, places)
 
     @contextmanager
@@ -211,7 +240,7 @@ class PipelineEngine(FSDPEngine):
     def _runner(self) -> PipelineRunner:
         shape = self.strategy.mesh_shape(self.settings)
         # Losses come from the first tensor-parallel rank of the last stage.
-        source_place = shape.coordinates(self.processes.rank)
+        source_place = shape.coordinates(self.processes.rank)  # of the rank that has the data of this rank
         source_place["pp"] = self.pipeline.links.ranks[-1]
         source_place["tp"] = 0
         return PipelineRunner(
@@ -227,30 +256,50 @@ class PipelineEngine(FSDPEngine):
     def _sum_shared(self) -> None:
         """Complete the gradients of parameters that are in several stages or in no stage. Collective."""
         parameters = dict(self._model.named_parameters())
-        ranks = self.data_ranks
-        if ranks.group is not None:
-            for name, parameter in parameters.items():
-                # FSDP averages gradients only in the modules of stages.
-                if self._stages_of.is_in_no_stage(name) and parameter.grad is not None:
-                    dist.all_reduce(parameter.grad, group=ranks.group)
-                    parameter.grad /= ranks.size
-        for name, stages in self._stages_of.ties.items():
+        in_no_stage: list[nn.Parameter] = []
+        for name, parameter in parameters.items():
+            if self._tensor_stages.is_in_no_stage(name) and parameter.requires_grad:
+                in_no_stage.append(parameter)
+        if in_no_stage:
+            self._sum_in_no_stage(in_no_stage)
+        for name, stages in self._tensor_stages.ties.items():
             self._sum_tied(parameters[name], stages)
+
+    def _sum_in_no_stage(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of parameters in no stage over stages, and average them over data-parallel ranks.
+
+        FSDP averages only the gradients of parameters in stages. Every rank steps a parameter in no stage, so every
+        rank needs the same gradient. Each stage computes a part of it: positions that are added before the layers have
+        a gradient in the first stage, a scale after the layers has one in the last stage.
+        """
+        has_gradient = [int(parameter.grad is not None) for parameter in parameters]
+        by_rank = self.processes.gather_integers(has_gradient)
+        ranks = self.data_ranks
+        for parameter, of_ranks in zip(parameters, zip(*by_rank, strict=True), strict=True):
+            if not any(of_ranks):
+                continue  # optimizers skip an unused parameter, whose gradient is None
+            gradient = _grad_shard(parameter)  # zeros in stages that do not use the parameter
+            dist.all_reduce(gradient, group=self.pipeline.links.group)
+            if ranks.group is not None:
+                dist.all_reduce(gradient, group=ranks.group)
+                gradient /= ranks.size
 
     def _sum_tied(self, parameter: nn.Parameter, stages: Sequence[int]) -> None:
         """Sum the gradients of a parameter in several stages on the rank of the first stage, and send back the sum."""
         links = self.pipeline.links
         first = stages[0]
-        further: dict[int, int] = {}  # rank → one of its stages; a rank with several of the stages sends once
+        # Rank → one of its stages. A rank with several of the stages has added their gradients, and sends them once.
+        other_ranks: dict[int, int] = {}
         for stage in stages:
             if links.ranks[stage] != links.ranks[first]:
-                further[links.ranks[stage]] = stage
+                other_ranks[links.ranks[stage]] = stage
         if links.rank == links.ranks[first]:
-            for stage in further.values():
+            # Receive from all ranks first, because only then the sum is complete.
+            for stage in other_ranks.values():
                 _grad_shard(parameter).add_(links.receive(stage))
-            for stage in further.values():
+            for stage in other_ranks.values():
                 links.send(_grad_shard(parameter), stage)
-        elif links.rank in further:
+        elif links.rank in other_ranks:
             links.send(_grad_shard(parameter), first)
             _grad_shard(parameter).copy_(links.receive(first))
 
@@ -262,7 +311,7 @@ class PipelineEngine(FSDPEngine):
         make: Callable[..., ShardedState] = PipelineState,
     ) -> ShardedState:
         make = partial(
-            make, links=self.pipeline.links, stages_of=self._stages_of, mesh=self.mesh, processes=self.processes
+            make, links=self.pipeline.links, tensor_stages=self._tensor_stages, mesh=self.mesh, processes=self.processes
         )
         return super()._state_of(module, optimizers, names, make)
 
@@ -275,14 +324,14 @@ class PipelineEngine(FSDPEngine):
                     dist.broadcast(local_shard(buffer), group=group, group_src=0)
         links = self.pipeline.links
         for name, buffer in self.task.named_buffers():
-            if self._stages_of.is_in_no_stage(name):
+            if self._tensor_stages.is_in_no_stage(name):
                 dist.broadcast(buffer, links.global_rank(-1), group=links.group)
 
     # End of a stage of the run
 
     def unshard(self) -> None:
         self.begin_save()
-        self._unwrap()
+        self._unwrap()  # first, so that the task has parameters instead of the placeholders of `Pipeline.install`
         task = self.task
         weights = self.strategy.weights_after_stage
         if weights == "none":
@@ -294,20 +343,23 @@ class PipelineEngine(FSDPEngine):
         for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
             full[name] = self.state.collect(name, tensor, keep=keep)
 
-        old_parameters = dict(task.named_parameters())  # held, so that no new tensor gets one of their ids
-        new: dict[int, nn.Parameter] = {}
+        # The dict holds the old parameters, so that no new tensor gets one of their ids.
+        old_parameters = dict(task.named_parameters())
+        new_by_id: dict[int, nn.Parameter] = {}
         for name, old in old_parameters.items():
-            new[id(old)] = nn.Parameter(full[name], requires_grad=old.requires_grad)
-        replace_parameters(task, new)
-        buffers = {id(buffer): full[name] for name, buffer in task.named_buffers()}  # by id: a buffer may be shared
+            new_by_id[id(old)] = nn.Parameter(full[name], requires_grad=old.requires_grad)
+        replace_parameters(task, new_by_id)
+        # By id, because several modules may share a buffer.
+        full_buffers = {id(buffer): full[name] for name, buffer in task.named_buffers()}
         for module in task.modules():
-            module._buffers |= {key: buffers[id(b)] for key, b in module.named_buffers(recurse=False)}
+            for key, buffer in list(module.named_buffers(recurse=False)):
+                module._buffers[key] = full_buffers[id(buffer)]
 
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in task.named_parameters()}
         for optimizer, state in zip(self.optimizers, optimizer_states, strict=True):
             optimizer.state.clear()
             for group in optimizer.param_groups:
-                group["params"] = [new[id(parameter)] for parameter in group["params"]]
+                group["params"] = [new_by_id[id(parameter)] for parameter in group["params"]]
             if self.is_main:
                 load_named_optimizer_state(optimizer, state, names)
 

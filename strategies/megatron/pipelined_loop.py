@@ -22,8 +22,8 @@ class PipelineOutput(dict[str, Any]):
     """Result of a call of a model in training. Entries can also be read as attributes.
 
     Attributes:
-        loss: Mean over the batches of all data-parallel ranks. `loss.backward()` has no effect, because the call has
-            already computed the gradients.
+        loss: Mean over the batches of all data-parallel ranks (0-dim). `loss.backward()` has no effect on the model,
+            because the call has already computed the gradients.
     """
 
     loss: torch.Tensor
@@ -61,11 +61,13 @@ class PipelineLoop:
         In training, arguments are divided into micro-batches along the first dimension of their tensors. The loss is
         the mean over all labels for transformers models, and over all rows for other models.
         """
+        # While a stage is computed, a function of `forward_backward` calls the model.
         if self.pipeline.is_computing or not torch.is_grad_enabled():
             return self.model(*args, **kwargs)
         count = target_counter(self.model)
-        count_in_kwargs = None if count is None else lambda arguments: count(arguments[1])
-        parts = divide((args, kwargs), self.num_parts, count_in_kwargs)
+        # Labels are keyword arguments.
+        count_targets = None if count is None else lambda arguments: count(arguments[1])
+        parts = divide((args, kwargs), self.num_parts, count_targets)
 
         def step(arguments: tuple[Any, Any]) -> torch.Tensor:
             part_args, part_kwargs = arguments
@@ -82,12 +84,17 @@ class PipelineLoop:
         Args:
             step: Function of a micro-batch that calls the model once and returns the loss.
             batches: Micro-batches.
-            shares: Weights of the losses. Default: None, equal weights.
+            shares: Weights of the losses in the mean over the micro-batches. They add up to 1. Default: None, which
+                uses equal weights.
 
         Returns:
-            The mean of the weighted loss over the data-parallel ranks (0-dim). `backward` of the mean has no effect.
+            The mean of the weighted loss over the data-parallel ranks (0-dim), on every rank. Its `backward` has no
+            effect on the model.
+
+        Raises:
+            TaskError: `step` did not call the model, or called it twice.
         """
-        losses: list[torch.Tensor] = []  # weighted
+        losses: list[torch.Tensor] = []  # of the micro-batches, weighted; empty on ranks without the last stage
         weights = shares
         if weights is None:
             weights = [1 / len(batches)] * len(batches)
@@ -102,13 +109,13 @@ class PipelineLoop:
             losses.append(loss.detach())
             return loss
 
-        drawn = int(torch.randint(2**62, ()))  # makes random numbers differ between calls
+        step_number = int(torch.randint(2**62, ()))  # random, so that dropout differs between calls
         with torch.autocast(device.type, enabled=False):  # for backward; forwards enter their own context
-            self.runner.run(batches, call, weigh, drawn)
+            self.runner.run(batches, call, weigh, step_number)
         loss_of_rank = 0.0
-        if losses:  # only the last stage has losses
+        if losses:
             loss_of_rank = float(torch.stack(losses).sum())
-        # Of each rank: (the rank of its pipeline that has the loss, its loss).
+        # For each rank: (the rank of its pipeline that has the loss, its own loss). Each pipeline counts once.
         gathered = self.runner.processes.gather_object((self.runner.source, loss_of_rank))
         sources = {source for source, _ in gathered}
         mean = sum(gathered[source][1] for source in sources) / len(sources)
@@ -116,10 +123,14 @@ class PipelineLoop:
 
 
 def loss_of_output(output: object, name: str) -> torch.Tensor:
-    """Return the loss in a model's output.
+    """Return the loss in a model's output: the output itself, its entry `"loss"`, or its first element.
+
+    Args:
+        output: A tensor, dict, tuple or list.
+        name: Class name of the model, for the error.
 
     Raises:
-        TaskError: The output has no loss.
+        TaskError: The output has no loss, or the loss has several elements.
     """
     loss = output
     if isinstance(output, dict):

@@ -43,12 +43,13 @@ class MegatronLMPlugin(KwargsHandler):
         pp_degree: Number of pipeline stages. Default: 1.
         num_micro_batches: Micro-batches per optimizer step. A batch of a prepared DataLoader has `num_micro_batches *
             batch_size` rows. Default: 1.
-        gradient_clipping: Maximum norm of the gradients. 0 disables clipping. Default: 1.0.
+        gradient_clipping: Maximum norm of the gradients. 0 disables clipping. Default: 1.
         sequence_parallelism: Shard sequences between split layers, for models that support it (see
-            `MegatronStrategy`).
-        recompute_activations: Recompute all operations except matrix products in backward.
+            `MegatronStrategy`). Has no effect if `tp_degree` is 1. Default: False.
+        recompute_activations: Recompute all operations except matrix products in backward. Default: False.
         recompute_granularity: `"full"` or `"selective"`. Takes precedence over `recompute_activations`.
-        use_distributed_optimizer: Shard parameters, gradients and optimizer state over data-parallel ranks.
+        use_distributed_optimizer: Shard parameters, gradients and optimizer state over data-parallel ranks. Default:
+            False.
         num_layers_per_virtual_pipeline_stage: Number of layers per stage if a rank holds several interleaved stages.
         train_iters, lr_decay_iters, lr_warmup_iters: Number of steps of the training, of the learning rate decay and of
             the warmup. They take precedence over `MegatronLMDummyScheduler`.
@@ -137,6 +138,7 @@ class MegatronLMPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # KwargsHandler has set fields from environment variables. None is left where a variable is not set.
         for name in ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping"):
             if getattr(self, name) is None:
                 setattr(self, name, 1)
@@ -157,10 +159,11 @@ class MegatronLMPlugin(KwargsHandler):
 
         Args:
             num_processes: Number of processes of the run.
-            model: The trained model, whose layers determine the number of virtual stages. None: two virtual stages.
+            model: The trained model, whose layers determine the number of virtual stages. Default: None, which assumes
+                two virtual stages if `num_layers_per_virtual_pipeline_stage` is set.
 
         Raises:
-            ConfigurationError: An option is unknown, or the strategy does not support it.
+            ConfigurationError: The value of an option is unknown, or the strategy does not support it.
         """
         self._refuse_unsupported()
         if self.recompute_granularity is not None:
@@ -169,7 +172,7 @@ class MegatronLMPlugin(KwargsHandler):
         one_of("weight_decay_incr_style", self.weight_decay_incr_style, ("constant", "linear", "cosine"))
         options: dict[str, Any] = {"tp": self.tp_degree, "pp": self.pp_degree}
         if self.pp_degree != 1:
-            options["num_micro_batches"] = self.num_micro_batches
+            options["num_micro_batches"] = self.num_micro_batches  # MegatronStrategy refuses it without a pipeline
             virtual_stages = self._virtual_stages(model)
             if virtual_stages > 1:
                 options |= {"virtual_stages": virtual_stages, "schedule": "interleaved1f1b"}
@@ -185,26 +188,33 @@ class MegatronLMPlugin(KwargsHandler):
         )
 
     def _refuse_unsupported(self) -> None:
-        """Raise an error for an option of Megatron-LM that would have an effect there and has none here."""
+        """Raise an error for an option that has an effect in Megatron-LM and none here."""
         for option in fields(self):
             refusal = option.metadata.get("refusal")
             value = getattr(self, option.name)
-            if not refusal or value is None or value in option.metadata["harmless"]:
+            if not refusal:
+                continue
+            has_no_effect = value is None or value in option.metadata["harmless"]
+            if has_no_effect:
                 continue
             raise ConfigurationError(f"{option.name}={value!r} of MegatronLMPlugin is not supported: {refusal}.")
 
     def _virtual_stages(self, model: nn.Module | None) -> int:
-        """Return the number of stages per rank: 8 layers in pp=2 stages with 2 layers each are 2 stages per rank."""
-        each = self.num_layers_per_virtual_pipeline_stage
-        if each is None:
+        """Return the number of stages per rank.
+
+        8 layers with 2 layers per stage are 4 stages. With pp_degree=2, they are 2 stages per rank.
+        """
+        layers_per_stage = self.num_layers_per_virtual_pipeline_stage
+        if layers_per_stage is None:
             return 1
         if model is None:
             return 2
         pp = self.pp_degree or 1
         num_layers = len(layers_of(model, pp))
-        if each < 1 or num_layers % (pp * each):
-            problem = f"{num_layers} layers cannot be divided by pp_degree={pp} × {each}"
+        if layers_per_stage < 1 or num_layers % (pp * layers_per_stage):
+            problem = f"{num_layers} layers cannot be divided by pp_degree={pp} × {layers_per_stage}"
             raise ConfigurationError(
-                f"num_layers_per_virtual_pipeline_stage={each}: {problem}. Use a divisor of {num_layers // pp}."
+                f"num_layers_per_virtual_pipeline_stage={layers_per_stage}: {problem}. Use a divisor of "
+                f"{num_layers // pp}."
             )
-        return num_layers // (pp * each)
+        return num_layers // (pp * layers_per_stage)

@@ -33,7 +33,7 @@ SCHEDULES = {
 _IN_A_V = ("zbvzerobubble", "dualpipev")
 """Schedules with the first and the last stage on one rank."""
 
-_MOST_SCHEDULES = 8  # cached schedules, each of which holds activation buffers
+_MAX_SCHEDULES = 8  # cached schedules, each of which holds activation buffers
 
 
 def shape_of(batch: object) -> Shape:
@@ -41,22 +41,28 @@ def shape_of(batch: object) -> Shape:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in iterate_tensors(batch))
 
 
-def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
+def ranks_of_stages(schedule: str, num_ranks: int, stages_per_rank: int) -> list[int]:
     """Return each stage's rank in the process group of a pipeline."""
     # 4 stages on 2 ranks: 0, 1, 0, 1. In a V: 0, 1, 1, 0.
     ranks: list[int] = []
-    for i in range(num_each):
-        backwards = schedule in _IN_A_V and i == 1
-        ranks.extend(reversed(range(num_ranks)) if backwards else range(num_ranks))
+    for i in range(stages_per_rank):
+        is_backwards = schedule in _IN_A_V and i == 1
+        ranks.extend(reversed(range(num_ranks)) if is_backwards else range(num_ranks))
     return ranks
 
 
 @dataclass
 class _StageResult:
-    """Tensors of one stage's forward on a micro-batch, for its backward."""
+    """Tensors of one stage's forward on a micro-batch, for its backward.
+
+    Attributes:
+        stage: Index of the stage.
+        carry: Output of the previous stage, detached. Its `grad` is set by the backward. Empty in the first stage.
+        output: Output of the stage. In the last stage, the weighted loss, of shape (1,).
+    """
 
     stage: int
-    carry: torch.Tensor  # output of the previous stage, detached
+    carry: torch.Tensor
     output: torch.Tensor
 
 
@@ -74,6 +80,9 @@ class PipelineRunner:
         processes: Processes of the run.
         ranks: Data-parallel ranks of the run.
         source: Global rank of the last stage of this rank's pipeline. It provides losses and logged values.
+
+    Attributes:
+        processes, source: The arguments.
     """
 
     def __init__(
@@ -94,10 +103,12 @@ class PipelineRunner:
         self._synchronize = synchronize
         self._sum_shared = sum_shared
         self._ranks = ranks
+        # Seed that differs between data-parallel ranks, and is equal in all stages. None before the first `run`.
         self._base_seed: int | None = None
-        self._schedules: dict[tuple[int, Shape], Any] = {}  # the most recently used one is last
-        # Shape of a micro-batch → the inputs and outputs of this rank's stages, on the device `meta`.
-        self._known: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        # (number of micro-batches, shape of a micro-batch) → torch's schedule. The most recently used one is last.
+        self._schedules: dict[tuple[int, Shape], Any] = {}
+        # Shape of a micro-batch → stage of this rank → its input and output, on the device `meta`.
+        self._activations: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def run(
         self,
@@ -117,20 +128,27 @@ class PipelineRunner:
             step: A number that differs between optimizer steps. The seeds of random numbers depend on it.
         """
         pipeline = self._pipeline
-        before = pipeline.run
-        if self._base_seed is None:  # a resumed run has now restored its generators
+        outer_run = pipeline.run
+        # Set here, not in `__init__`, because a resumed run restores its generators in between.
+        if self._base_seed is None:
             self._base_seed = self.processes.broadcast_object(torch.initial_seed()) + self._ranks.rank
 
         def compute(stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
             is_last = stage == pipeline.last
             seed = hash((self._base_seed, step, i))
             output: Any = pipeline.compute_stage(stage, carry, lambda: call(i, is_last), seed=seed)
-            return torch.stack([weigh(output, i)]) if is_last else output
+            if is_last:
+                output = torch.stack([weigh(output, i)])  # of shape (1,)
+            activation: torch.Tensor = output
+            return activation
 
         shapes = [shape_of(batch) for batch in batches]
         pipeline.run = compute
         try:
-            schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
+            schedule = None
+            have_equal_shapes = len(set(shapes)) == 1
+            if have_equal_shapes:
+                schedule = self._schedule_for(len(shapes), shapes[0])
             # Data-parallel ranks call collectives in the same order only if all of them use the schedule.
             is_one_by_one = schedule is None
             if self._ranks.size > 1:
@@ -140,14 +158,16 @@ class PipelineRunner:
             else:
                 self._run_schedule(schedule, len(shapes))
         finally:
-            pipeline.run = before
+            pipeline.run = outer_run
         self._sum_shared()
 
     def _run_schedule(self, schedule: Any, num: int) -> None:
+        """Run `num` micro-batches with one of torch's schedules."""
         own = self._pipeline.links.own
-        # Each micro-batch's "input" and "target" is its index: a stage finds the data by the index.
+        # The schedule divides tensors into micro-batches. It gets indices instead of data: the "input" and "target" of
+        # a micro-batch are its index, by which a stage finds the data.
         indices = torch.arange(num)
-        args = (indices,) if 0 in own else ()
+        args = (indices,) if 0 in own else ()  # the input of the first stage
         options: dict[str, Any] = {"micro_batch": indices}
         if self._pipeline.last in own:
             options |= {"target": indices, "losses": []}
@@ -155,26 +175,29 @@ class PipelineRunner:
         try:
             schedule.step(*args, return_outputs=False, **options)
         except RuntimeError as error:
-            # Torch wraps the error of a stage.
+            # Torch wraps the error of a stage. Raise the error itself, such as a TaskError.
             if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
                 raise error.__cause__ from None
             raise
 
-    def _find(self, num: int, shape: Shape) -> Any:
-        """Return torch's schedule for `num` micro-batches. None if `shape` is new or the schedule lacks `num`."""
-        if shape not in self._known:
+    def _schedule_for(self, num: int, shape: Shape) -> Any:
+        """Return torch's schedule for `num` micro-batches of a shape.
+
+        Return None if the shape is new, or the schedule does not support this number of micro-batches.
+        """
+        if shape not in self._activations:
             return None
         schedule = self._schedules.pop((num, shape), None)
         if schedule is None:
-            schedule = self._make(num, self._known[shape])
+            schedule = self._make_schedule(num, self._activations[shape])
         if schedule is not None:
-            self._schedules[num, shape] = schedule
-            if len(self._schedules) > _MOST_SCHEDULES:
+            self._schedules[num, shape] = schedule  # was popped, so it is now last
+            if len(self._schedules) > _MAX_SCHEDULES:
                 least_recent = next(iter(self._schedules))
                 del self._schedules[least_recent]
         return schedule
 
-    def _make(self, num: int, activations: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    def _make_schedule(self, num: int, activations: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """Return a schedule for `num` micro-batches, or None if it does not support this number.
 
         `activations` contains the input and the output of each of this rank's stages, on the device `meta`.
@@ -204,25 +227,32 @@ class PipelineRunner:
         results: list[list[_StageResult]] = []
         for i, shape in enumerate(shapes):
             results.append(self._forward(i))
-            self._known[shape] = {}
+            self._activations[shape] = {}
             for result in results[i]:
-                self._known[shape][result.stage] = (_input_on_meta(result), _on_meta(result.output))
+                self._activations[shape][result.stage] = (_input_on_meta(result), _on_meta(result.output))
         for i in range(len(shapes)):
             self._backward(results[i], is_last=i == len(shapes) - 1)
             results[i] = []  # frees the activations
 
     def _forward(self, i: int) -> list[_StageResult]:
+        """Run the forward of micro-batch `i` in this rank's stages."""
         pipeline = self._pipeline
         carries: dict[int, torch.Tensor] = {}
 
         def compute(stage: int, carry: torch.Tensor) -> Any:
-            carries[stage] = carry.detach().requires_grad_(stage > 0 and carry.is_floating_point())
+            needs_gradient = stage > 0 and carry.is_floating_point()  # the previous stage's backward starts with it
+            carries[stage] = carry.detach().requires_grad_(needs_gradient)
             return pipeline.modules[stage](carries[stage], torch.tensor([i]))
 
         return [_StageResult(stage, carries[stage], output) for stage, output in pipeline.through(compute)]
 
     def _backward(self, results: Sequence[_StageResult], *, is_last: bool) -> None:
-        """Run the backward of a micro-batch. `is_last`: of the last micro-batch, which averages gradients."""
+        """Run the backward of a micro-batch in this rank's stages.
+
+        Args:
+            results: Results of the forward.
+            is_last: True for the last micro-batch, whose backward averages gradients.
+        """
         pipeline = self._pipeline
         links = pipeline.links
         gradient: torch.Tensor | None = None  # of the stage's output; None in the last stage
@@ -234,7 +264,9 @@ class PipelineRunner:
             torch.autograd.backward(result.output, gradient)
             gradient = result.carry.grad
             if stage > 0 and links.ranks[stage - 1] != links.rank:
-                links.send(torch.zeros_like(result.carry) if gradient is None else gradient, stage - 1)
+                if gradient is None:  # the stage does not use its input
+                    gradient = torch.zeros_like(result.carry)
+                links.send(gradient, stage - 1)
 
 
 def _input_on_meta(result: _StageResult) -> torch.Tensor:

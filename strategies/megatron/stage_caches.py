@@ -17,12 +17,17 @@ class StageCaches:
     first stage of a rank uses the cache that the model is called with. Later stages use copies of it. The layers that a
     later stage computes are also put into the original cache, so that beam search reorders them.
 
+    Example: layers 0 to 3 in four stages, and this rank has the stages 0 and 2. The original cache has layer 0 on the
+    device. The copy of stage 2 has layers 0 and 1 on `meta`, and layer 2 on the device, which `merge` puts into the
+    original.
+
     Args:
         stages: The stages of this rank, in order.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
         self._stages = stages
+        # Cache that the model is called with → copies for the later stages. An entry lives as long as its cache.
         self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
     def of(self, cache: object) -> dict[int, Any]:
@@ -37,19 +42,28 @@ class StageCaches:
         return {self._stages[0]: cache, **self._copies[cache]}
 
     def merge(self, caches: dict[int, Any]) -> None:
-        """Put the layers that each stage computes into the cache that the model was called with."""
+        """Put the layers that each stage computes into the cache that the model was called with.
+
+        Args:
+            caches: The result of `of`.
+        """
         for stage in self._stages[1:]:
-            into = caches[self._stages[0]].layers
+            original_layers = caches[self._stages[0]].layers
             layers = caches[stage].layers
-            into += layers[len(into) :]
+            # Some caches create a layer at its first update. The later stage then has more layers.
+            original_layers.extend(layers[len(original_layers) :])
             for i, layer in enumerate(layers):
-                if layer.is_initialized and not layer.keys.is_meta:
-                    into[i] = layer
+                was_computed_here = layer.is_initialized and not layer.keys.is_meta
+                if was_computed_here:
+                    original_layers[i] = layer
 
 
 @contextmanager
 def recorded_updates(cache: Any) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield a list that records the arguments of each update of a cache. The cache may be None."""
+    """Yield a list that receives `(args, kwargs)` of each `cache.update` within the context.
+
+    If the cache is None, the list stays empty.
+    """
     updates: list[tuple[Any, Any]] = []
     if cache is None:
         yield updates

@@ -3,6 +3,10 @@
 Every rank calls the model's forward. Modules of earlier stages are skipped and return NaN tensors of the right shapes.
 The last module of the previous stage instead returns the tensor that the previous rank has sent. An exception exits the
 forward after the last module of the stage.
+
+Example: a model of an embedding, layers 0 to 3 and a head has the stages [embedding, 0, 1] and [2, 3, head]. The first
+rank computes the embedding, 0 and 1, and then leaves the forward. On the second rank, the embedding and 0 return NaN, 1
+returns the received tensor, and 2, 3 and the head are computed. Code outside of modules runs on both ranks.
 """
 
 from __future__ import annotations
@@ -47,24 +51,35 @@ class StageModule(nn.Module):
         """Run the stage on one micro-batch. `micro_batch` is the index, a host tensor of shape (1,)."""
         run = self._pipeline.run
         assert run is not None  # set before a stage is called
-        return run(self.index, carry if self.index else None, int(micro_batch))
+        stage_input = None if self.index == 0 else carry
+        return run(self.index, stage_input, int(micro_batch))
 
 
 class _StageDone(BaseException):
-    """Exception that ends the forward of a model after the last module of a stage. Not an `Exception` subclass."""
+    """Exception that ends the forward of a model after the last module of a stage.
+
+    It is not a subclass of `Exception`, so that `except Exception` in a user's forward does not catch it.
+    """
 
     def __init__(self, output: torch.Tensor) -> None:
         self.output = output
 
 
 @dataclass
-class _Run:
-    """State of a forward that computes one stage."""
+class _StageForward:
+    """State of a forward that computes one stage.
+
+    Attributes:
+        stage: Index of the stage.
+        carry: Output of the previous stage. None in the first stage.
+        seed: See `Pipeline.compute_stage`.
+        has_entered: True once a module of the stage was called. Set by the call.
+    """
 
     stage: int
     carry: torch.Tensor | None
-    seed: int | None = None  # for the modules of the stage
-    entered: bool = False
+    seed: int | None
+    has_entered: bool = False
 
 
 class StageLinks:
@@ -72,8 +87,11 @@ class StageLinks:
 
     Args:
         group: Process group of the pipeline, in the order of the mesh.
-        ranks: Stage → rank in the group.
+        ranks: Stage → rank in the group. A rank may have several stages.
         device: Device of the tensors.
+
+    Attributes:
+        rank: Rank of this process in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
@@ -84,17 +102,18 @@ class StageLinks:
 
     @property
     def own(self) -> list[int]:
-        """The stages of this rank."""
+        """The stages of this rank, in order."""
         return [stage for stage, rank in enumerate(self.ranks) if rank == self.rank]
 
     def global_rank(self, stage: int) -> int:
-        """Return the global rank that holds a stage of this pipeline."""
+        """Return the global rank that holds a stage of this pipeline. -1 is the last stage."""
         return dist.get_global_rank(self.group, self.ranks[stage])
 
     def send(self, tensor: torch.Tensor, stage: int) -> None:
         """Send a tensor of any shape to the rank of a stage. Blocks until the other rank has received it."""
         peer = self.global_rank(stage)
-        dist.send_object_list([(tensor.shape, tensor.dtype)], peer, self.group, self.device)
+        header = [(tensor.shape, tensor.dtype)]  # `receive` allocates the tensor from it
+        dist.send_object_list(header, peer, self.group, self.device)
         dist.send(tensor.detach().contiguous(), peer, self.group)
 
     def receive(self, stage: int) -> torch.Tensor:
@@ -112,7 +131,7 @@ class StageLinks:
 
         Args:
             tree: Nested tensors and picklable values. Ignored on other ranks.
-            stage: The stage.
+            stage: The stage. Its rank gets the same tensors, and the other ranks get copies on the device.
         """
         src = self.global_rank(stage)
 
@@ -120,15 +139,15 @@ class StageLinks:
             dist.broadcast(tensor.detach().contiguous().to(self.device), src, self.group)
             return tensor
 
-        def receive(shape: torch.Tensor) -> torch.Tensor:
-            received = torch.empty_like(shape.contiguous(), device=self.device)
+        def receive(meta_tensor: torch.Tensor) -> torch.Tensor:
+            received = torch.empty_like(meta_tensor.contiguous(), device=self.device)
             dist.broadcast(received, src, self.group)
             return received
 
-        # First the structure with tensors on `meta`, from which the other ranks learn shapes and dtypes.
+        # Send the tree with tensors on `meta` first. The other ranks create tensors of these shapes and dtypes.
         if self.rank == self.ranks[stage]:
-            shapes = map_tensors(lambda tensor: tensor.detach().to("meta"), tree)
-            dist.broadcast_object_list([shapes], src, self.group, self.device)
+            meta_tree = map_tensors(lambda tensor: tensor.detach().to("meta"), tree)
+            dist.broadcast_object_list([meta_tree], src, self.group, self.device)
             return map_tensors(send, tree)
         header: list[Any] = [None]
         dist.broadcast_object_list(header, src, self.group, self.device)
@@ -144,10 +163,13 @@ class Pipeline:
         links: Communication with the other ranks.
 
     Attributes:
-        modules: One `StageModule` for each stage.
-        run: `run(index, carry, micro_batch)` computes a stage when its module is called. `carry` is None in the first
-            stage. Set by the runner of the schedule.
-        release: Function that is called after a forward without a backward. Set by the engine.
+        modules: One `StageModule` for each stage, also for those of other ranks.
+        last: Index of the last stage.
+        run: Function that a `StageModule` calls: `run(stage, carry, micro_batch)` computes the stage with
+            `compute_stage`. `carry` is None in the first stage. Set by `PipelineRunner.run` for training steps, and by
+            the pipeline itself for other forwards. Otherwise None.
+        release: Function that is called after a forward without a backward. It frees the parameters that FSDP has
+            gathered. Set by the engine.
     """
 
     def __init__(self, task: nn.Module, stages: Stages, links: StageLinks) -> None:
@@ -155,33 +177,38 @@ class Pipeline:
         self.stages = stages
         self.run: Callable[[int, Any, int], torch.Tensor] | None = None
         self.release: Callable[[], None] = lambda: None
-        self._cast: list[tuple[nn.Module, str, torch.dtype]] = []
-        self.modules = [StageModule(i, parts, self) for i, parts in enumerate(stages)]
+        self.modules = [StageModule(stage, parts, self) for stage, parts in enumerate(stages)]
         self.last = len(stages) - 1
-        self._last_before = [None, *(parts[-1] for parts in stages[:-1])]
-        self._stages_of: dict[int, list[int]] = {}
-        for i, parts in enumerate(stages):
-            for part in parts:
-                self._stages_of.setdefault(id(part), []).append(i)
-        self._entry = _entry(task, stages)
         self._task = task
-        self._name = type(task).__name__
+        self._task_name = type(task).__name__
+        # The module whose call outside of a step computes all stages: transformers' model, or the task.
+        self._entry = _entry(task, stages)
+        # Parameters in no stage, which are cast in forwards: module, name in the module, dtype. Set by `narrow`.
+        self._cast: list[tuple[nn.Module, str, torch.dtype]] = []
+        # id of a module in a stage → its stages. A module that the model calls several times may be in several stages.
+        self._stages_by_module: dict[int, list[int]] = {}
+        # id of a module in a stage → its copy on `meta`, which computes the shapes of the output when it is skipped.
         self._meta_copies: dict[int, nn.Module] = {}
-        for i, parts in enumerate(stages):
-            if links.own == [i]:
+        for stage, parts in enumerate(stages):
+            for part in parts:
+                self._stages_by_module.setdefault(id(part), []).append(stage)
+            if links.own == [stage]:
                 continue  # a rank with this stage alone never skips its modules
             for part in parts:
                 self._meta_copies[id(part)] = _on_meta(part)
-        self._shapes: dict[Any, Any] = {}
-        self._checked: set[int] = set()  # modules whose arguments have been checked
-        self._now: _Run | None = None
+        # Results of skipped modules by the shapes of their arguments: the output on `meta`, and the updates of the
+        # cache of keys and values. See `_skipped`.
+        self._skipped_results: dict[Any, tuple[Any, list[tuple[Any, Any]]]] = {}
+        self._checked: set[int] = set()  # ids of modules whose arguments have been checked
+        self._current: _StageForward | None = None  # None outside of `compute_stage`
         self._caches = StageCaches(links.own)
-        self._cache: Any = None  # keys and values of the stage that is computed
+        # Keys and values of the stage that is computed. None in training and in forwards without a cache.
+        self._cache: Any = None
 
     @property
     def is_computing(self) -> bool:
         """True while a stage is being computed."""
-        return self._now is not None
+        return self._current is not None
 
     def narrow(self, dtype: torch.dtype, places: Iterable[tuple[nn.Module, str]]) -> None:
         """Cast parameters that are in no stage to a dtype in forwards, as FSDP does for the parameters of stages.
@@ -191,6 +218,7 @@ class Pipeline:
             places: For each such parameter, its module and its name in the module.
         """
         self._cast = [(module, key, dtype) for module, key in places]
+        # Skipped modules compute their shapes and dtypes like the modules that FSDP casts.
         for meta_copy in self._meta_copies.values():
             meta_copy.to(dtype)
 
@@ -199,23 +227,26 @@ class Pipeline:
         undo = ExitStack()
 
         def hide(module: nn.Module, key: str, value: object) -> None:
+            """Set an instance attribute, which Python reads before a method, parameter or buffer of the same name."""
             attributes = vars(module)
+            # The stack calls the last callback first: it removes `value`, then restores an earlier attribute.
             if key in attributes:
                 undo.callback(attributes.update, {key: attributes[key]})
-            undo.callback(attributes.pop, key)  # called before the update
+            undo.callback(attributes.pop, key)
             attributes[key] = value
 
-        modules: dict[int, nn.Module] = {}  # each module once
+        modules_by_id: dict[int, nn.Module] = {}  # a module in several stages is replaced once
         for parts in self.stages:
-            modules.update((id(part), part) for part in parts)
-        for module in modules.values():
+            for part in parts:
+                modules_by_id[id(part)] = part
+        for module in modules_by_id.values():
             # Replaces the full call, like `nn.Module.compile`, so that a skipped module runs no hooks.
             call = module._compiled_call_impl or module._call_impl
             hide(module, "_compiled_call_impl", partial(self._called, module, call))
         for prefix, module in self._task.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.is_meta:  # only other ranks hold it
-                    hide(module, key, _Absent(f"{prefix}.{key}", self._name))
+                    hide(module, key, _Absent(f"{prefix}.{key}", self._task_name))
         hide(self._entry, "forward", self._entry_call(self._entry.forward))
         return undo.close
 
@@ -234,7 +265,10 @@ class Pipeline:
         """Compute a stage by running `call`, a function that calls the model once. Not collective.
 
         Args:
+            stage: Index of the stage.
             carry: Output of the previous stage. None in the first stage.
+            call: Function that calls the model. It is left after the last module of the stage, except in the last
+                stage, where it runs to its end.
             seed: Seed of the random numbers in this call, equal on every rank of the pipeline. Random numbers before
                 the first module of the stage are the same in every stage. Later random numbers differ between stages.
                 Torch's generators are restored after the call, so that they do not depend on the order of stages and
@@ -246,9 +280,9 @@ class Pipeline:
         Raises:
             TaskError: `call` did not call the model, or called it twice.
         """
-        before = self._now
-        now = _Run(stage, carry, seed)
-        self._now = now
+        outer = self._current
+        current = _StageForward(stage, carry, seed)
+        self._current = current
         device = self.links.device
         devices = [] if device.type == "cpu" else [device]  # the host's generator is always restored
         for module, key, dtype in self._cast:
@@ -261,12 +295,13 @@ class Pipeline:
         except _StageDone as done:
             return done.output
         finally:
-            self._now = before
+            self._current = outer
             for module, key, _ in self._cast:
                 vars(module).pop(key, None)
-        if stage < self.last or not now.entered:
+        # Without `_StageDone`, only the last stage ends here.
+        if stage < self.last or not current.has_entered:
             raise TaskError(
-                f"a step of {self._name} returned without calling the layers of pipeline stage {stage}. With a "
+                f"a step of {self._task_name} returned without calling the layers of pipeline stage {stage}. With a "
                 "pipeline, each step must call the model once."
             )
         return output
@@ -274,67 +309,89 @@ class Pipeline:
     # Calls of modules
 
     def _called(self, module: nn.Module, call: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
-        """Compute or skip a module when the model calls it."""
-        now = self._now
-        stages = self._stages_of[id(module)]
-        if now is None:
+        """Compute or skip a module when the model calls it.
+
+        Args:
+            module: A module of a stage.
+            call: The replaced call of the module.
+        """
+        current = self._current
+        stages = self._stages_by_module[id(module)]
+        if current is None:  # a user calls a part of the model, outside of a step and of the model's forward
             is_here = any(stage in self.links.own for stage in stages)
             if is_here:
                 return call(*args, **kwargs)
             raise TaskError(
-                f"{self._name} calls {type(module).__name__}, which is on another rank of the pipeline, outside of the "
-                f"forward of {type(self._entry).__name__}. Call {type(self._entry).__name__} instead."
+                f"{self._task_name} calls {type(module).__name__}, which is on another rank of the pipeline, outside "
+                f"of the forward of {type(self._entry).__name__}. Call {type(self._entry).__name__} instead."
             )
-        if now.stage not in stages:
+        stage = current.stage
+        if stage not in stages:
             skipped = self._skipped(module, args, kwargs)
-            if module is self._last_before[now.stage]:
-                return _with_carry(now.carry, skipped)
-            return skipped
-        parts = self.stages[now.stage]
-        if now.stage and module is parts[0] and now.entered:
-            raise TaskError(f"a step of {self._name} called the model twice. With a pipeline, call it once per step.")
-        if now.stage and id(module) not in self._checked:
+            is_last_of_previous = stage > 0 and module is self.stages[stage - 1][-1]
+            return _with_carry(current.carry, skipped) if is_last_of_previous else skipped
+        parts = self.stages[stage]
+        if stage > 0 and module is parts[0] and current.has_entered:
+            raise TaskError(
+                f"a step of {self._task_name} called the model twice. With a pipeline, call it once per step."
+            )
+        if stage > 0 and id(module) not in self._checked:
             self._check_arguments(module, args, kwargs)
-        if not now.entered and now.seed is not None:
-            torch.manual_seed(hash((now.seed, now.stage)))
-        now.entered = True
+        if not current.has_entered and current.seed is not None:
+            torch.manual_seed(hash((current.seed, stage)))
+        current.has_entered = True
         output = call(*args, **kwargs)
-        if now.stage < self.last and module is parts[-1]:
+        if stage < self.last and module is parts[-1]:
             raise _StageDone(_carried(output, module))
         return output
 
     def _check_arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Raise an error if an argument of a module's first call is NaN, as outputs of skipped modules are. Blocks."""
+        """Raise an error if an argument of a module's first call is NaN, as outputs of skipped modules are.
+
+        Blocks on the device.
+        """
         self._checked.add(id(module))
         for name, value in [*enumerate(args), *kwargs.items()]:
-            tensors = [t for t in iterate_tensors(value) if t.is_floating_point() and t.numel()]
-            if any(bool(t.isnan().all()) for t in tensors):
+            is_nan = False
+            for tensor in iterate_tensors(value):
+                if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+                    is_nan = True
+            if is_nan:
                 raise TaskError(
-                    f"argument {name} of {type(module).__name__} in {self._name} comes from another pipeline stage, or "
-                    "is NaN. Only the first output of a stage's last layer is sent to the next stage. Compute the "
-                    "other values from the batch, or choose other stages."
+                    f"argument {name} of {type(module).__name__} in {self._task_name} comes from another pipeline "
+                    "stage, or is NaN. Only the first output of a stage's last layer is sent to the next stage. "
+                    "Compute the other values from the batch, or choose other stages."
                 )
 
     def _skipped(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        """Return NaN tensors with the shapes of the output of a module in another stage."""
-        cache: Any = self._cache if any(value is self._cache for value in (*args, *kwargs.values())) else None
+        """Return the output of a module in another stage, with the right shapes, and NaN as values.
+
+        A copy of the module on `meta` computes the shapes. It runs once for each set of shapes of the arguments. If the
+        module updates the cache of keys and values, the cache gets tensors on `meta`, of the right lengths.
+        """
+        receives_cache = any(value is self._cache for value in (*args, *kwargs.values()))
+        cache: Any = self._cache if receives_cache else None  # `_cache` may also be None
         tensors = list(iterate_tensors((args, kwargs)))
         if cache is not None:
-            del tensors[1:]  # masks become longer with each token
-        key = (id(module), module.training, cache is None, tuple((t.shape, t.dtype) for t in tensors))
-        if key in self._shapes:
-            shapes, updates = self._shapes[key]
+            # Masks become longer with each token, so that each token would run the copy. The output and the updates
+            # depend only on the first tensor, the hidden states.
+            del tensors[1:]
+        shapes_of_arguments = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        key = (id(module), module.training, cache is None, shapes_of_arguments)
+        if key in self._skipped_results:
+            meta_output, updates = self._skipped_results[key]
             for update_args, update_kwargs in updates:
                 cache.update(*update_args, **update_kwargs)
-            return map_tensors(self._empty, shapes)
+            return map_tensors(self._nan_like, meta_output)
         meta_args, meta_kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
         meta_copy = self._meta_copies[id(module)].train(module.training)
         with torch.no_grad(), recorded_updates(cache) as updates:
-            shapes = meta_copy(*meta_args, **meta_kwargs)
-        self._shapes[key] = shapes, updates
-        return map_tensors(self._empty, shapes)
+            meta_output = meta_copy(*meta_args, **meta_kwargs)
+        self._skipped_results[key] = (meta_output, updates)
+        return map_tensors(self._nan_like, meta_output)
 
-    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _nan_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of NaN, or of 0 for integers, with the shape and dtype of a tensor on `meta`."""
         value = float("nan") if tensor.is_floating_point() else 0
         return torch.full(tensor.shape, value, dtype=tensor.dtype, device=self.links.device)
 
@@ -351,9 +408,9 @@ class Pipeline:
                 f"{type(self._entry).__name__} was called with gradients enabled outside of a training step, which "
                 "pipelines do not support. Call it under torch.no_grad()."
             )
-        before = self.run
+        outer_run = self.run
         cache = kwargs.get("past_key_values")
-        caches = self._caches.of(cache)
+        caches = self._caches.of(cache)  # stage → its cache
 
         def run(stage: int, carry: torch.Tensor | None, _: int) -> Any:
             self._cache = caches.get(stage)
@@ -363,20 +420,21 @@ class Pipeline:
             return self.compute_stage(stage, carry, lambda: call(*args, **stage_kwargs))
 
         self.run = run
+        no_micro_batch = torch.zeros(1)  # the index, which `run` ignores
         try:
-            outputs = dict(self.through(lambda stage, carry: self.modules[stage](carry, torch.zeros(1))))
+            outputs = dict(self.through(lambda stage, carry: self.modules[stage](carry, no_micro_batch)))
         finally:
-            self.run = before
+            self.run = outer_run
             self._cache = None
         self.release()
-        output = outputs[self.links.own[-1]]
+        output = outputs[self.links.own[-1]]  # only on the rank of the last stage, the output of the model
         if cache is not None:
             self._caches.merge(caches)
             if isinstance(output, dict) and "past_key_values" in output:
-                output["past_key_values"] = None  # is not sent
+                output["past_key_values"] = None  # each rank keeps the keys and values of its stages
         output = self.links.broadcast(output, self.last)
         if cache is not None and isinstance(output, dict):
-            output["past_key_values"] = cache  # of this rank
+            output["past_key_values"] = cache
         return output
 
     def through(self, compute: Callable[[int, torch.Tensor], Any]) -> Iterator[tuple[int, Any]]:
@@ -384,21 +442,33 @@ class Pipeline:
 
         Args:
             compute: Function of a stage and its input (an empty tensor in the first stage). Returns the output.
+
+        Yields:
+            The stage and the result of `compute`.
         """
-        carry = torch.empty(0)
+        stage_input = torch.empty(0)
         own = self.links.own
         for stage in own:
+            # A neighboring stage of the same rank needs no communication.
             if stage > 0 and stage - 1 not in own:
-                carry = self.links.receive(stage - 1)
-            output = compute(stage, carry)
+                stage_input = self.links.receive(stage - 1)
+            output = compute(stage, stage_input)
             if stage < self.last and stage + 1 not in own:
                 self.links.send(output, stage + 1)
-            carry = output
+            stage_input = output
             yield stage, output
 
 
 class _Absent:
-    """Placeholder for a parameter on another rank. Unlike a `meta` tensor, it raises an error at every use."""
+    """Placeholder for a parameter on another rank.
+
+    It raises a `TaskError` at every use. A `meta` tensor would not: some operations of a tensor on the device and a
+    `meta` tensor return a `meta` tensor.
+
+    Args:
+        name: Name of the parameter in the task.
+        model: Class name of the task.
+    """
 
     def __init__(self, name: str, model: str) -> None:
         self._message = (
@@ -409,7 +479,7 @@ class _Absent:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(name)  # Python looks up special names, such as __deepcopy__, which must not fail
         raise TaskError(self._message)
 
     @classmethod
@@ -422,18 +492,21 @@ class _Absent:
 
 def _entry(task: nn.Module, stages: Stages) -> nn.Module:
     """Return the callable child of a task that contains all stages, or the task if no child does."""
-    part_ids = {id(part) for parts in stages for part in parts}
+    part_ids: set[int] = set()
+    for parts in stages:
+        part_ids.update(id(part) for part in parts)
     for child in task.children():
         inner_ids = {id(module) for module in child.modules()} - {id(child)}
         is_callable = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        if is_callable and part_ids <= inner_ids:
+        contains_all_stages = part_ids <= inner_ids
+        if is_callable and contains_all_stages:
             return child
     return task
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module on the device `meta`."""
-    memo: dict[int, Any] = {}  # deepcopy takes these copies of tensors, and copies no data
+    memo: dict[int, Any] = {}  # id of a tensor → its copy, which deepcopy uses instead of copying the data
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
     for buffer in module.buffers():
@@ -449,6 +522,7 @@ def _with_carry(carry: torch.Tensor | None, output: object) -> Any:
 
 
 def _carried(output: object, module: nn.Module) -> torch.Tensor:
+    """Return the tensor in the output of a stage's last layer that the next stage receives."""
     carry = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(carry, torch.Tensor):
         raise TaskError(

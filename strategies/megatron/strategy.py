@@ -31,7 +31,7 @@ from trainwright.strategies.mesh import MeshShape, nearest_meshes
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.strategies.units import WrapPolicy
 
-_MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
+_MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")  # torch's operators whose results recompute="selective" stores
 _STRICT_PLAN = partial(sequence_parallel_plan, strict=True)
 _POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
@@ -80,8 +80,8 @@ class MegatronStrategy(FSDPStrategy):
         timeout, hang_timeout, process_group_backend: See `DataParallel`.
 
     Raises:
-        ConfigurationError: A size or the schedule is invalid. At the start of a run: the product of the sizes is not
-            the number of processes.
+        ConfigurationError: An option is invalid, or options contradict each other. At the start of a run: the product
+            of the sizes is not the number of processes.
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
@@ -109,12 +109,12 @@ class MegatronStrategy(FSDPStrategy):
     distributed_optimizer: bool = True
     sequence_parallel: bool | str = False
     split_points: Sequence[str] | None = None
+    # The argument `engine`. A field cannot have this name, which is also the name of a method.
     library: str = field(default="torch", metadata={"argument": "engine"})
-    # Set by `recompute`.
+    # Set by `recompute`. They are arguments of `FSDPStrategy`, but not of this class.
     activation_checkpointing: bool = field(default=False, init=False)
     activation_checkpointing_save: SavePolicy | None = field(default=None, init=False)
 
-    # A field cannot have the name `engine`, which is also the name of a method.
     @known_arguments(refuse_removed("MegatronStrategy", {}))
     def __init__(
         self,
@@ -151,7 +151,8 @@ class MegatronStrategy(FSDPStrategy):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        one_of("recompute", self.recompute or "full", ("full", "selective"))
+        if self.recompute is not None:
+            one_of("recompute", self.recompute, ("full", "selective"))
         self._set(
             schedule=one_of("schedule", self.schedule.lower(), tuple(SCHEDULES)),
             split_points=None if self.split_points is None else list(self.split_points),
@@ -159,7 +160,7 @@ class MegatronStrategy(FSDPStrategy):
             activation_checkpointing_save=_MATRIX_PRODUCTS if self.recompute == "selective" else None,
         )
         super().__post_init__()
-        _plan(self.sequence_parallel, self.tp, self.tensor_parallel_plan)  # checks them
+        _plan(self.sequence_parallel, self.tp, self.tensor_parallel_plan)  # raises an error if they do not fit
         check_sizes(pp=self.pp, dp_shard=self.dp_shard, dp_replicate=self.dp_replicate)
         check_sizes(num_micro_batches=self.num_micro_batches, virtual_stages=self.virtual_stages)
         has_several_stages = self.split_points is not None or (self.virtual_stages or 1) > 1
@@ -168,41 +169,54 @@ class MegatronStrategy(FSDPStrategy):
                 "num_micro_batches, split_points and virtual_stages need a pipeline, and pp=1. Remove them, or use "
                 "Trainer(accumulate_grad_batches=…)."
             )
-        needed = SCHEDULES[self.schedule]
-        fits = self.stages_per_rank >= 2 if needed is None else self.stages_per_rank == needed
-        if not fits:
+        required_stages = SCHEDULES[self.schedule]
+        if required_stages is None:
+            fits_schedule = self.stages_per_rank >= 2
+        else:
+            fits_schedule = self.stages_per_rank == required_stages
+        if not fits_schedule:
             raise ConfigurationError(
-                f"schedule={self.schedule!r} needs {needed or 'several'} stage(s) on each rank, and "
+                f"schedule={self.schedule!r} needs {required_stages or 'several'} stage(s) on each rank, and "
                 f"virtual_stages={self.virtual_stages}. Remove virtual_stages, or choose another schedule."
             )
         if one_of("engine", self.library, ("torch", "megatron-core")) != "torch":
+            # Megatron-core's buffers hold the gradients, and its optimizer steps.
             self._set(capabilities=replace(self.capabilities, gradients="hidden", owns_optimizer_step=True))
 
     @property
     def stages_per_rank(self) -> int:
         """Number of pipeline stages on each rank."""
-        return self.virtual_stages or SCHEDULES[self.schedule] or 2
+        if self.virtual_stages is not None:
+            return self.virtual_stages
+        return SCHEDULES[self.schedule] or 2  # a schedule without a fixed number uses at least 2
 
     @property
     def split_plan(self) -> GivenPlan | None:
         return _plan(self.sequence_parallel, self.tp, self.tensor_parallel_plan)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
-        sequence_ranks = self.cp * self.sp
+        sequence_ranks = self.cp * self.sp  # one axis for both, of which only one is above 1
         fixed = self.pp * self.tp * sequence_ranks * self.dp_replicate
         replicas = self.dp_replicate
         shards = settings.num_processes // fixed if self.dp_shard is None else self.dp_shard
         if shards == 0 or fixed * shards != settings.num_processes:
             raise self._wrong_number_of_processes(settings.num_processes, fixed * (self.dp_shard or 1))
         if not self.distributed_optimizer and self.dp_shard is None:
+            # The data-parallel ranks hold replicas instead of shards.
             replicas *= shards
             shards = 1
         return MeshShape(pp=self.pp, dp_replicate=replicas, dp_shard=shards, cp=sequence_ranks, tp=self.tp)
 
     def _wrong_number_of_processes(self, world: int, product: int) -> ConfigurationError:
-        """Return the error for sizes with this product, which `world` is not, or not a multiple of."""
+        """Return the error for a number of processes that does not fit the sizes.
+
+        Args:
+            world: Number of processes.
+            product: Product of the sizes, without `dp_shard` if it is None. `world` must then be a multiple of it.
+        """
         if self.dp_shard is None:
             needed = f"{product} process(es) or a multiple"
+            # The nearest multiples.
             below = world // product * product
             above = -(-world // product) * product
             # 5 processes for pp=2: start 4 or 6. 1 process for pp=2: start 2.
@@ -251,13 +265,18 @@ class MegatronStrategy(FSDPStrategy):
         return FSDPEngine(self, settings)
 
 
-def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> GivenPlan | None:
-    """Return the plan for `FSDPStrategy`: the user's (`given`), or built-in plans for `sequence_parallel`."""
+def _plan(sequence_parallel: bool | str, tp: int, user_plan: GivenPlan | None) -> GivenPlan | None:
+    """Return the tensor-parallel plan of `FSDPStrategy`.
+
+    Args:
+        sequence_parallel, tp: See `MegatronStrategy`.
+        user_plan: The user's plan, or None. It is returned unless `sequence_parallel` selects a built-in plan.
+    """
     if not sequence_parallel:
-        return given
-    if tp == 1 or given is not None:
+        return user_plan
+    if tp == 1 or user_plan is not None:
         raise ConfigurationError(
-            f"sequence_parallel=True needs tp above 1 and no tensor_parallel_plan, but tp={tp}. Remove "
-            "sequence_parallel or the plan, or increase tp."
+            f"sequence_parallel={sequence_parallel!r} needs tp above 1 and no tensor_parallel_plan, but tp={tp}. "
+            "Remove sequence_parallel or the plan, or increase tp."
         )
     return _STRICT_PLAN if sequence_parallel is True else _POSSIBLE_PLAN

@@ -16,7 +16,7 @@ from tests.contracts.test_own_loop import Net, make_optimizer
 from tests.helpers.distributed import RankError, run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.checkpoint import read_checkpoint
-from trainwright.processes import late_calls, process_group
+from trainwright.processes import late_calls, meetings
 
 
 def _gather_alone() -> str:
@@ -44,7 +44,7 @@ def test_any_collective_of_one_rank_alone_is_reported() -> None:
 
 def _save_on_the_main_process(folder: str) -> tuple[list[str], str, list[float]]:
     """Train for four steps, save on rank 0 after the steps 1 and 2, on both after step 3; rank 1 is late in the end."""
-    process_group._LATE_S, process_group._LATE_AGAIN_S, process_group._TOO_LATE_S = 1.0, 0.2, 1.5
+    meetings._LATE_S, meetings._LATE_AGAIN_S, meetings._TOO_LATE_S = 1.0, 0.2, 1.5
     accelerator = Accelerator(cpu=True, strategy="ddp")
     net = Net()
     model, optimizer = accelerator.prepare(net, make_optimizer(net))
@@ -90,7 +90,7 @@ def test_replicated_weights_are_saved_by_the_main_process_alone(tmp_path: Path) 
 
 
 def _save_shards_on_the_main_process(folder: str) -> None:
-    process_group._LATE_S = 0.5
+    meetings._LATE_S = 0.5
     accelerator = Accelerator(strategy="fsdp")
     net = Net()
     model, _ = accelerator.prepare(net, make_optimizer(net))

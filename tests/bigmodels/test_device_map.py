@@ -270,3 +270,10 @@ def test_a_large_buffer_is_not_among_the_weights_that_need_room_beside_the_buffe
 def test_verbose_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(layers(25, 25), {0: 200}, verbose=True)
     assert "(the whole model)" in capsys.readouterr().out
+
+
+def test_the_missing_memory_is_that_of_the_same_fallback_allocation() -> None:
+    model = nn.Sequential(nn.Linear(10, 1, bias=False), nn.Linear(3, 1, bias=False))
+    budgets = {0: 16, 1: 36, "cpu": 1000}
+    assert explain_device_map(model, budgets, fallback_allocation=True).missing_bytes == 4
+    assert explain_device_map(model, budgets).missing_bytes == 16

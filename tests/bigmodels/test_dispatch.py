@@ -189,3 +189,13 @@ def test_a_device_gets_its_weights_from_host_and_disk(
         for _ in range(5):
             assert torch.equal(net(TOKENS.cuda()), expected)
         assert net(TOKENS).device.type == "cpu"
+
+
+@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
+def test_the_last_name_of_a_tied_weight_in_a_state_dict_counts_as_in_load_state_dict(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    state = make_net().state_dict()
+    state["embed.weight"] = state["embed.weight"] + 1
+    net = dispatch_model(empty_net(), places, state_dict=state, offload_dir=tmp_path, offload_buffers=True)
+    assert torch.equal(net(TOKENS), EXPECTED)

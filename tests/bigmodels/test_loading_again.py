@@ -26,7 +26,7 @@ from trainwright import (
     remove_hook_from_submodules,
     save_model,
 )
-from trainwright.bigmodels.dispatch.align import AlignDevicesHook
+from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
 from trainwright.bigmodels.dispatch.model_hooks import hooks_of
 
 Places = dict[str, str] | None
@@ -191,3 +191,14 @@ def test_weights_on_the_disk_of_a_model_without_hooks_are_named_in_a_forward(tmp
     remove_hook_from_submodules(net)
     with pytest.raises(ConfigurationError, match=r"is in a file.*dispatch_model"):
         net(TOKENS)
+
+
+def test_weights_that_are_loaded_again_count_once_for_prefetching(tmp_path: Path) -> None:
+    net = dispatch_model(make_net(), ALL_DISK, offload_dir=tmp_path / "offload")
+    save_model(make_net(), tmp_path / "weights")
+    prefetcher = offloading_hooks(net.head)[0].prefetcher
+    assert prefetcher is not None
+    total_bytes = prefetcher.total_bytes
+    load_checkpoint_in_model(net, tmp_path / "weights")
+    assert prefetcher.total_bytes == total_bytes
+    assert torch.equal(net(TOKENS), make_net()(TOKENS))

@@ -36,6 +36,7 @@ from trainwright import (
     load_checkpoint_in_model,
     save_model,
 )
+from trainwright.bigmodels.saving import save_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN = plain_state(make_net())  # its head is the embedding
@@ -209,3 +210,9 @@ def test_weights_on_a_device_and_on_the_host_are_written_together(tmp_path: Path
         again = Net()
         load_checkpoint_in_model(again, tmp_path, strict=True)
         assert same(again.state_dict(), make_net().state_dict())
+
+
+def test_safetensors_of_another_value_than_a_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'epoch' is a int"):
+        save_object({"weight": torch.ones(2), "epoch": 1}, tmp_path / "a.safetensors", safe_serialization=True)
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoint.cutting import write_in_pieces
 from tests.checkpoint.snapshots import small_snapshot
 from trainwright.checkpoint import Snapshot, write_checkpoint
 from trainwright.checkpoint.interop.diff import CheckpointDifference, diff_checkpoints
@@ -55,3 +56,24 @@ def test_values_of_the_trainer_are_compared_by_path(tmp_path: Path) -> None:
         ("trainer.tuple", "(1, 2)", "[1, 2]"),
     ]
     assert found.only_right == ["trainer.callbacks.stop.seen[2]"]
+
+
+def test_values_of_the_model_that_are_not_tensors_are_compared(tmp_path: Path) -> None:
+    left = {"weight": torch.ones(1), "cache._extra_state": {"size": 1, "table": torch.zeros(1)}}
+    right = {"weight": torch.ones(1), "cache._extra_state": {"size": 2, "table": torch.ones(1)}, "old": "v1"}
+    found = _diff(tmp_path, {"model": left}, {"model": right})
+    assert [(item.path, item.left, item.right) for item in found.values] == [
+        ("model.cache._extra_state.size", "1", "2")
+    ]
+    assert [item.path for item in found.tensors] == ["model.cache._extra_state.table"]
+    assert found.only_right == ["model.old"]
+
+
+def test_values_of_a_sharded_model_that_are_not_tensors_are_compared(tmp_path: Path) -> None:
+    for name, size in (("left", 1), ("right", 2)):
+        model = {"weight": torch.ones(2), "cache._extra_state": {"size": size}}
+        write_in_pieces(tmp_path / name, small_snapshot(1, model=model, optimizers=[]))
+    found = diff_checkpoints(tmp_path / "left", tmp_path / "right")
+    assert [(item.path, item.left, item.right) for item in found.values] == [
+        ("model.cache._extra_state.size", "1", "2")
+    ]

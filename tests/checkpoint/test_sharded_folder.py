@@ -16,7 +16,9 @@ from tests.checkpoint.foreign import Evil
 from tests.checkpoint.snapshots import names_of
 from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
+from trainwright.checkpoint.format.regions import Box
 from trainwright.checkpoint.interop.convert import convert_checkpoint
+from trainwright.checkpoint.interop.dcp_folder import ForeignShards
 from trainwright.checkpoint.interop.sharded_folder import merge_weights
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
@@ -150,6 +152,11 @@ def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytes
     assert folder.is_dir()
 
 
+def test_merge_weights_names_its_own_option_for_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge-weights", str(tmp_path), str(tmp_path / "out"), "--max_shard_size", "5 parsecs"]) == 2
+    assert "--max_shard_size='5 parsecs', expected a size" in capsys.readouterr().err
+
+
 def test_merge_fsdp_weights_removes_the_shards_if_asked(tmp_path: Path) -> None:
     folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
     with pytest.raises(CheckpointError, match="would be removed"):
@@ -186,3 +193,11 @@ def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
         merge_weights(tmp_path, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         merge_weights(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_shards_with_different_data_types_are_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+    shards = ForeignShards()
+    shards.add("weight", Box((0,), (2,)), (4,), torch.float32, lambda: torch.zeros(2))
+    shards.add("weight", Box((2,), (2,)), (4,), torch.float16, lambda: torch.zeros(2))
+    with pytest.raises(CheckpointError, match="is incomplete: the shards of 'weight' do not belong to a F32 tensor"):
+        shards.full("weight", (4,), torch.float32, tmp_path)

@@ -12,7 +12,7 @@ import yaml
 
 from trainwright.cli.main import main
 from trainwright.cli.remedies import REMEDIES, change
-from trainwright.cli.tuning import TrialError, TrialRun, Tuning, judge
+from trainwright.cli.tuning import TrialError, TrialRun, TriedChange, Tuning, judge
 
 _PROJECT = """
 import time
@@ -194,6 +194,32 @@ def test_kept_changes_add_up_and_are_written(
     assert (written["trainer"]["max_epochs"], written["seed_everything"]) == (7, None)
     assert Path("config.yaml").read_text() == _CONFIG
     assert main(["plan", "config.tuned.yaml"]) == 0
+
+
+def test_a_remedy_that_cannot_be_tried_has_a_row_also_after_a_kept_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    gains = iter([9.0, 1.0, 9.0, 1.0])  # without and with the change, twice
+    monkeypatch.setattr(Tuning, "trial", lambda self, overrides=(): TrialRun(next(gains), [1.0]))
+    monkeypatch.setattr(Tuning, "config", lambda self: {"task": {"fused": False}, "trainer": {}})
+    tuning = Tuning([], 1, 1, 2, lambda row: None)
+    tuning.attempt("fused", named=False)
+    tuning.attempt("buckets", named=False)
+    assert [row.result for row in tuning.rows] == [
+        "kept; start +0.0 s",
+        "not tried: trainer has no argument bucket_cap_mb",
+    ]
+
+
+def test_the_total_counts_samples_of_the_batch_size_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(self: Tuning, overrides: Sequence[str] = ("data.train.batch_size=8",)) -> dict[str, object]:
+        return {"data": {"batch_size": None, "train": {"batch_size": 8 if overrides else 4}}}
+
+    monkeypatch.setattr(Tuning, "config", config)
+    monkeypatch.setattr(Tuning, "trial", lambda self, overrides=(): TrialRun(10.0, [1.0]))
+    tuning = Tuning([], 1, 1, 2, lambda row: None)
+    tuning.rows = [TriedChange("workers", "", kept=True), TriedChange("batch_size", "", kept=True)]
+    total = tuning.total()
+    assert total is not None
+    assert (total.before, total.after, total.unit) == (400.0, 800.0, "/s")
 
 
 def test_a_batch_size_that_is_named_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from tests.helpers.calls import calls_of
-from trainwright.data.sampler import BatchShard, ShardedBatchSampler
+from trainwright.data.sampler import ShardedBatchSampler
+from trainwright.data.user_sampler import BatchShard
 
 SIZES = {
     "n": st.integers(0, 200),

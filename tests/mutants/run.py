@@ -72,6 +72,7 @@ FILES = (
     "src/trainwright/checkpoint/remote.py",
     "loggers/metric_*.py",
     "src/trainwright/processes/collectives.py",
+    "src/trainwright/processes/meetings.py",
     "src/trainwright/processes/process_group.py",
     "src/trainwright/processes/signals.py",
     "src/trainwright/processes/hang_detector.py",

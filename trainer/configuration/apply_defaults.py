@@ -116,7 +116,7 @@ def _keep_batch_size(accumulate: int) -> int:
     Raises:
         ConfigurationError: no number of micro-batches keeps the global batch size.
     """
-    text = variable(ALL_PROCESSES)  # set by the launcher when it restarts a job with fewer processes
+    text = variable(ALL_PROCESSES)  # set by `trainwright launch --min_nodes`: the number at the start of the job
     if text is None:
         return accumulate
     num_complete = int(text)

@@ -61,26 +61,39 @@ def built_task(task: TaskModule, precision: Precision, notes: list[str]) -> Task
 
 
 def parameter_counts(task: nn.Module | None, shards: int | None) -> dict[str, int | None]:
-    """Return the numbers of all, trainable and frozen parameters, and the same for the shards of rank 0.
+    """Return the numbers of elements of all, trainable and frozen parameters, and the same for the shards of rank 0.
 
-    The names for rank 0 end in `_per_device`. All numbers are None without `task`. Those of rank 0 are None without
-    `shards`, the number of shards of each parameter.
+    Args:
+        task: the task. None gives None for all numbers.
+        shards: number of shards of each parameter. None gives None for the numbers of rank 0.
+
+    Returns:
+        The numbers by name: `"total"`, `"trainable"` and `"frozen"`, and for rank 0 `"total_per_device"` and so on.
     """
-    names = ("total", "trainable", "frozen")
-    found: dict[str, int | None] = dict.fromkeys((*names, *(f"{name}_per_device" for name in names)))
+    counts: dict[str, int | None] = {
+        "total": None,
+        "trainable": None,
+        "frozen": None,
+        "total_per_device": None,
+        "trainable_per_device": None,
+        "frozen_per_device": None,
+    }
     if task is None:
-        return found
+        return counts
     parameters = list(task.parameters())
-    trainable = [p for p in parameters if p.requires_grad]
-    frozen = [p for p in parameters if not p.requires_grad]
-    for name, chosen in zip(names, (parameters, trainable, frozen), strict=True):
-        found[name] = sum(p.numel() for p in chosen)
+    by_kind = {
+        "total": parameters,
+        "trainable": [parameter for parameter in parameters if parameter.requires_grad],
+        "frozen": [parameter for parameter in parameters if not parameter.requires_grad],
+    }
+    for kind, chosen in by_kind.items():
+        counts[kind] = sum(parameter.numel() for parameter in chosen)
         if shards is not None:
-            found[f"{name}_per_device"] = sum(_of_first_rank(p, shards) for p in chosen)
-    return found
+            counts[f"{kind}_per_device"] = sum(_numel_on_first_rank(parameter, shards) for parameter in chosen)
+    return counts
 
 
-def _of_first_rank(parameter: torch.Tensor, shards: int) -> int:
+def _numel_on_first_rank(parameter: torch.Tensor, shards: int) -> int:
     """Return the number of elements in the first of `shards` chunks of a tensor along its first dimension."""
     if shards == 1 or not parameter.numel():
         return parameter.numel()
@@ -122,7 +135,9 @@ def _parameter_types(task: nn.Module | None, precision: Precision) -> str | None
     if precision.param_dtype is not None:  # all are converted
         return _name_of(precision.param_dtype)
     names = {_name_of(parameter.dtype) for parameter in task.parameters() if parameter.is_floating_point()}
-    return " and ".join(sorted(names)) or "none"
+    if not names:
+        return "none"
+    return " and ".join(sorted(names))
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -132,12 +147,15 @@ def _name_of(dtype: torch.dtype) -> str:
 def forecast_bytes(
     task: nn.Module | None, precision: Precision, outline: StrategyOutline, device_type: str, notes: list[str]
 ) -> int | None:
-    """Return the peak bytes of one device in a step of Adam, without activations. If unknown, append to `notes`."""
+    """Return the peak bytes of one device in a step of Adam, without activations.
+
+    If they are unknown, return None, and append the reason to `notes`.
+    """
     reason = _why_no_forecast(task, precision, outline)
     if reason is not None or task is None:
         notes.append(f"forecast_bytes: {reason}")
         return None
-    from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape  # as above
+    from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape  # imports much of torch
 
     # torch's optimizers step all parameters together on accelerators, which takes more memory.
     foreach = device_type != "cpu"
@@ -175,7 +193,7 @@ def _element_bytes(task: nn.Module, precision: Precision) -> list[int]:
 def batch_counts(
     settings: Settings, task: TaskModule, sources: Sources, num_readers: int, notes: list[str], *, is_set_up: bool
 ) -> dict[str, Any]:
-    """Return the sizes of batches and the numbers of steps.
+    """Return the sizes of batches and the numbers of steps, for `Plan.data`.
 
     Unknown values are None. If the data needs `prepare_data` or `setup`, it is not read, and `notes` says so. From a
     data module that is set up, a batch is read to count its tokens.
@@ -233,14 +251,15 @@ def batch_counts(
 
 def _samples(loader: PreparedLoader, num_rounds: int) -> int | None:
     """Return the number of samples of all ranks in the first rounds of an epoch, or None if unknown."""
-    # All full rounds but the last one have equal sizes, so that nothing is computed for them.
+    # A round is one batch on each rank. All full rounds but the last one have equal sizes, so that nothing is computed
+    # for them. Example: of 4 rounds, the first 3 are full. Rounds 0 and 1 are equal, and rounds 2 and 3 are read.
     num_equal = max(0, min(num_rounds, loader.num_full_rounds) - 1)
     sizes = [loader.samples_in_round(i) for i in range(num_equal, num_rounds)]
-    of_first = loader.samples_in_round(0)
+    size_of_first = loader.samples_in_round(0)
     known = [size for size in sizes if size is not None]
-    if of_first is None or len(known) < len(sizes):
+    if size_of_first is None or len(known) < len(sizes):
         return None
-    return num_equal * of_first + sum(known)
+    return num_equal * size_of_first + sum(known)
 
 
 def _tokens_of_first_batch(loader: PreparedLoader, task: TaskModule) -> int | None:

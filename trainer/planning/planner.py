@@ -57,7 +57,7 @@ def plan_fit(settings: Settings, last_run: StageRun, task: TaskModule, sources: 
     selection = settings.selection
     engine = selection.settings
     started_by: str = selection.topology.launcher
-    if started_by == "none":
+    if started_by == "none":  # no launcher's variables were found
         started_by = "this process" if selection.runs_alone else "the Trainer"
     callbacks = with_task_callbacks(settings.callbacks, task)
     check_callbacks(callbacks, "fit")
@@ -93,6 +93,7 @@ def plan_fit(settings: Settings, last_run: StageRun, task: TaskModule, sources: 
 
 def _strategy_facts(settings: Settings, outline: StrategyOutline | None) -> dict[str, Any]:
     strategy = settings.selection.strategy
+    """Return the content of `Plan.strategy`. Units are unknown without an outline."""
     facts = {
         "name": type(strategy).__name__,
         "options": as_data(strategy.changed_options),

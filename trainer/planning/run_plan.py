@@ -76,8 +76,11 @@ class Plan:
             yield from _table(title, [(name, _text(name, value)) for name, value in facts.items()])
         for title, names in (("callbacks", self.callbacks), ("loggers", self.loggers)):
             yield from _table(title, [(name, "") for name in names or ["none"]])
-        settings = [(name, _text(name, each.value, "None"), each.source) for name, each in self.settings.items()]
-        yield from _table("settings", settings)
+        rows = []
+        for name, setting in self.settings.items():
+            # None is a value of a setting, unlike above, where it is a value that is not known.
+            rows.append((name, _text(name, setting.value, none="None"), setting.source))
+        yield from _table("settings", rows)
         for note in self.notes:
             yield f"note: {note}"
 
@@ -93,17 +96,20 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def _text(name: str, value: Any, unknown: str = UNKNOWN) -> str:
+def _text(name: str, value: Any, none: str = UNKNOWN) -> str:
+    """Return a value as text of at most `_WIDTH` characters. `none` is the text for None."""
     if isinstance(value, Mapping):
-        found = ", ".join(f"{key}={item}" for key, item in value.items()) or "none"
+        text = ", ".join(f"{key}={item}" for key, item in value.items()) or "none"
     elif isinstance(value, (list, tuple)):
-        found = ", ".join(map(str, value)) or "none"
+        text = ", ".join(map(str, value)) or "none"
     elif value is None:
-        found = unknown
+        text = none
     elif name.endswith("_bytes"):
-        found = format_bytes(value)
-    elif type(value) is int:
-        found = f"{value:,}"
+        text = format_bytes(value)
+    elif type(value) is int:  # not a bool
+        text = f"{value:,}"
     else:
-        found = str(value)
-    return found if len(found) <= _WIDTH else found[: _WIDTH - 1] + "…"
+        text = str(value)
+    if len(text) > _WIDTH:
+        text = text[: _WIDTH - 1] + "…"
+    return text

@@ -20,8 +20,9 @@ _SECRET_KEYS = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 def planned_settings(settings: Settings) -> dict[str, PlannedSetting]:
     """Return the value and the source of each argument of a Trainer."""
-    arguments = settings.arguments
-    given = settings.given
+    passed_arguments = settings.given  # as the user has passed them
+    arguments = settings.arguments  # with the defaults of the launcher, of fast_dev_run and of barebones
+    # Values that replace an argument in the plan, because they say more.
     resolved = {
         "accelerator": settings.selection.settings.device_type,
         "strategy": settings.selection.strategy,
@@ -35,22 +36,23 @@ def planned_settings(settings: Settings) -> dict[str, PlannedSetting]:
         "default_root_dir": str(settings.root),
     }
     limits = limits_of(arguments)
+    # The user may change these attributes of a Trainer after it was created.
     initial = {"max_epochs": limits.max_epochs, "max_steps": limits.max_steps}
-    found = {}
+    planned = {}
     for field in fields(arguments):
         name = field.name
         value = getattr(arguments, name)
-        passed = getattr(given, name)
+        passed = getattr(passed_arguments, name)
         if name in initial and initial[name] != resolved[name]:
             source = "attribute"
-        elif not _is_same(value, passed):  # one of these has changed it
+        elif not _is_same(value, passed):  # a variable, fast_dev_run or barebones has changed it
             source = variable_of(name) or ("fast_dev_run" if arguments.fast_dev_run else "barebones")
         elif _is_same(passed, field.default):
             source = "default"
         else:
             source = "argument"
-        found[name] = PlannedSetting(as_data(resolved.get(name, value)), source)
-    return found
+        planned[name] = PlannedSetting(as_data(resolved.get(name, value)), source)
+    return planned
 
 
 def _is_same(value: object, other: object) -> bool:

@@ -61,8 +61,8 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
+from trainwright.processes.meetings import Turn
 from trainwright.processes.partial_state import PartialState
-from trainwright.processes.process_group import Turn
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.pytorch import ProfileKwargs, profiled
 from trainwright.strategies.launcher_variables import DynamoBackend, TorchDynamoPlugin

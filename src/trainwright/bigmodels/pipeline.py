@@ -60,8 +60,9 @@ def prepare_pippy(
         The model. Its attribute `hf_split_points` contains the names of the modules that begin a stage.
 
     Raises:
-        ConfigurationError: There is no example, a module is unknown, the number of stages is wrong, or the tensors of
-            the example have no common batch size.
+        ConfigurationError: No example is passed, fewer than two processes run, `num_chunks` is below 1, a module is
+            unknown, the number of stages is wrong, the tensors of the example have no common batch size, or the model
+            returns a tensor without a batch dimension.
     """
     if not example_args and not example_kwargs:
         raise ConfigurationError("prepare_pippy traces the model: pass example_args or example_kwargs.")
@@ -72,10 +73,11 @@ def prepare_pippy(
         raise ConfigurationError(f"num_chunks={num_chunks}, expected at least 1.")
     args = tuple(example_args or ())
     kwargs = dict(example_kwargs or {})
-    size = math.ceil(_batch_size(args, kwargs) / num_chunks)
+    chunk_size = math.ceil(_batch_size(args, kwargs) / num_chunks)
     points = _split_points(model, split_points, no_split_module_classes, world)
-    run = _Pipeline(model, points, _resized(args, size), _resized(kwargs, size), size, bool(gather_output))
-    model.forward = run
+    chunk_args = _resized(args, chunk_size)
+    chunk_kwargs = _resized(kwargs, chunk_size)
+    model.forward = _Pipeline(model, points, chunk_args, chunk_kwargs, chunk_size, bool(gather_output))
     model.hf_split_points = points  # type: ignore[assignment]  # modules type attributes as tensors
     return model
 
@@ -84,6 +86,7 @@ def _init_process_group() -> None:
     """Initialize a process group if the script has not: gloo for the CPU, else the accelerator's backend."""
     if dist.is_initialized():
         return
+    # `PartialState` initializes the process group.
     if PartialState().num_processes < 2:
         raise ConfigurationError(
             "a pipeline needs several processes. Start the script with torchrun --nproc-per-node N, or use "
@@ -92,6 +95,7 @@ def _init_process_group() -> None:
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the common batch size of all tensors. Raise ConfigurationError if they have none."""
     sizes = {len(leaf) for leaf in pytree.tree_leaves((args, dict(kwargs))) if _has_batch(leaf)}
     if len(sizes) != 1:
         raise ConfigurationError(
@@ -102,6 +106,7 @@ def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def _has_batch(value: object) -> bool:
+    """Return whether an argument is split into chunks. Other arguments are passed with every chunk."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -119,13 +124,14 @@ def _resized(values: object, size: int) -> Any:
 
 
 def _split_points(
-    model: nn.Module, asked: str | Sequence[str] | None, no_split_module_classes: list[str] | None, world: int
+    model: nn.Module, split_points: str | Sequence[str] | None, no_split_module_classes: list[str] | None, world: int
 ) -> list[str]:
-    if isinstance(asked, str) and asked != "auto":
-        raise ConfigurationError(f"split_points={asked!r}, expected 'auto' or a list of names of modules.")
-    names_given = isinstance(asked, (list, tuple))
-    if isinstance(asked, (list, tuple)):
-        points = list(asked)
+    """Return the names of the first modules of all stages except the first stage. Raise if they are invalid."""
+    if isinstance(split_points, str) and split_points != "auto":
+        raise ConfigurationError(f"split_points={split_points!r}, expected 'auto' or a list of names of modules.")
+    is_automatic = not isinstance(split_points, (list, tuple))
+    if isinstance(split_points, (list, tuple)):
+        points = list(split_points)
     else:
         points = _even_points(model, no_split_module_classes, world)
     names = [name for name, _ in model.named_modules()]
@@ -133,7 +139,7 @@ def _split_points(
         if point not in names or not point:
             raise ConfigurationError(f"split_points: the model has no module {point!r}.{nearest(point, names)}")
     if len(points) != world - 1:
-        advice = f"Pass {world - 1} names." if names_given else "The model is too small: use fewer processes."
+        advice = "The model is too small: use fewer processes." if is_automatic else f"Pass {world - 1} names."
         raise ConfigurationError(
             f"{len(points)} split points make {len(points) + 1} stages for {world} processes. {advice}"
         )
@@ -144,30 +150,48 @@ def _even_points(model: nn.Module, no_split_module_classes: list[str] | None, wo
     """Return the first modules of later stages, for stages of similar size. Fewer if the model has too few modules."""
     outline = read_outline(model, no_split_module_classes=no_split_module_classes)
     modules = dict(model.named_modules())
-    before: dict[str, int] = {}  # module that may begin a stage → bytes of the modules before it
-    done = 0
+    bytes_before: dict[str, int] = {}  # module that may begin a stage → bytes of the modules before it
+    total = 0  # bytes of the layers so far
     index = 0
     while index < len(outline.names):
-        module = modules.get(outline.names[index])
+        module = modules.get(outline.names[index])  # None for a tensor
         is_called = module is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if done and is_called and outline.sizes_bytes[index]:
-            before[outline.names[index]] = done
+        if total and is_called and outline.sizes_bytes[index]:
+            bytes_before[outline.names[index]] = total
         if outline.is_layer[index]:
-            done += outline.sizes_bytes[index]
+            total += outline.sizes_bytes[index]
             index = outline.ends[index]
         else:
             index += 1
     points: list[str] = []
     for rank in range(1, world):
-        reached = before[points[-1]] if points else 0
-        later = [name for name, done_bytes in before.items() if reached < done_bytes < done]
+        reached = bytes_before[points[-1]] if points else 0
+        later = [name for name, num_bytes in bytes_before.items() if reached < num_bytes < total]
+        ideal = total * rank / world
         if later:  # min returns the outermost of the modules with the same bytes before them
-            points.append(min(later, key=lambda name: abs(before[name] - done * rank / world)))
+            points.append(min(later, key=lambda name: abs(bytes_before[name] - ideal)))
     return points
 
 
 class _Pipeline:
-    """The forward of a model that runs as a pipeline."""
+    """The forward of a model that runs as a pipeline.
+
+    A leaf is a tensor or other value in nested arguments or a nested result, in the order of `pytree.tree_leaves`.
+
+    Args:
+        model: The model.
+        points: The first modules of all stages except the first stage.
+        args: Example arguments of one chunk.
+        kwargs: Example keyword arguments of one chunk.
+        chunk_size: Number of samples in a chunk.
+        gather_output: Send the result to all processes.
+
+    Attributes:
+        names: The keyword arguments in the order of the example.
+        example: `(args, kwargs)`, with which calls are compared.
+        structure: The structure of the model's result.
+        stage: The stage that this process runs.
+    """
 
     def __init__(
         self,
@@ -180,13 +204,16 @@ class _Pipeline:
     ) -> None:
         from torch.distributed.pipelining import SplitPoint, pipeline
 
-        self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), PartialState().device
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.device = PartialState().device
         self.chunk_size = chunk_size
         self.gather_output = gather_output
         self.names = list(kwargs)
         self.example = (args, kwargs)
         with torch.no_grad(), _without_cache(model), _recorded_result(model) as results:
             traced = pipeline(model, args, kwargs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
+        # Tracing calls the model's forward, at least once.
         self.structure = pytree.tree_structure(results[-1])
         _check_result(pytree.tree_leaves(results[-1]), chunk_size)
         self.stage = _Stage(traced.split_gm, self.rank, self.device)
@@ -198,8 +225,8 @@ class _Pipeline:
         num_chunks = math.ceil(size / self.chunk_size)
         inputs: list[Any] = []
         if self.rank == 0:
-            given = self._leaves_like_example(args, kwargs)
-            inputs = [_resized(leaf, num_chunks * self.chunk_size) for leaf in given]
+            padded_size = num_chunks * self.chunk_size
+            inputs = [_resized(leaf, padded_size) for leaf in self._leaves_like_example(args, kwargs)]
         chunks = []  # the leaves of the result of each chunk; empty except on the last rank
         for index in range(num_chunks):
             chunk_inputs = [_chunk(leaf, index, num_chunks) for leaf in inputs]
@@ -211,7 +238,9 @@ class _Pipeline:
             leaves = [self._concatenated(parts, size) for parts in zip(*chunks, strict=True)]
         if self.gather_output:
             leaves = self._broadcast_result(leaves)
-        return self._unflatten(leaves) if has_result or self.gather_output else None
+        if has_result or self.gather_output:
+            return self._unflatten(leaves)
+        return None
 
     def _concatenated(self, parts: Sequence[Any], size: int) -> Any:
         """Concatenate one leaf of the chunks' results, without the padding."""
@@ -222,25 +251,25 @@ class _Pipeline:
 
     def _leaves_like_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of nested arguments. Raise if more than the batch size differs from the example."""
-        wanted, structure = pytree.tree_flatten(self.example)
+        example_leaves, structure = pytree.tree_flatten(self.example)
         if set(kwargs) != set(self.names) or len(args) != len(self.example[0]):
             raise ConfigurationError(
                 f"called with {len(args)} positional arguments and the keywords {sorted(kwargs)}. The example had "
                 f"{len(self.example[0])} and {self.names}: pass the same."
             )
         try:
-            found = structure.flatten_up_to((args, {name: kwargs[name] for name in self.names}))
+            leaves = structure.flatten_up_to((args, {name: kwargs[name] for name in self.names}))
         except ValueError as error:
             raise ConfigurationError(f"the arguments have another structure than the example's: {error}") from error
-        for value, like in zip(found, wanted, strict=True):
-            got = _signature(value)
-            expected = _signature(like)
-            if got != expected:
+        for leaf, example_leaf in zip(leaves, example_leaves, strict=True):
+            signature = _signature(leaf)
+            expected = _signature(example_leaf)
+            if signature != expected:
                 raise ConfigurationError(
-                    f"called with {got} where the example had {expected}. The pipeline was traced with the example; "
-                    "only the batch size may differ. Prepare another copy of the model for other arguments."
+                    f"called with {signature} where the example had {expected}. The pipeline was traced with the "
+                    "example; only the batch size may differ. Prepare another copy of the model for other arguments."
                 )
-        return found
+        return leaves
 
     def _broadcast_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the batch size of rank 0's arguments. Collective. Raise on every rank if they are invalid."""
@@ -251,8 +280,8 @@ class _Pipeline:
                 self._leaves_like_example(args, kwargs)
                 size = _batch_size(args, kwargs)
             except ConfigurationError as raised:
-                size = 0
                 error = raised
+        # A size of 0 stands for an error: all ranks must take part in the broadcast before one of them raises.
         sent_size = torch.tensor([size], device=self.device)
         dist.broadcast(sent_size, src=0)
         if error is not None:
@@ -282,14 +311,17 @@ class _Pipeline:
         return received
 
     def _unflatten(self, leaves: list[Any]) -> Any:
-        """Return the leaves of a result in the structure that the model returns."""
+        """Return the leaves of a result in the structure that the model returns.
+
+        If the traced graph returns another number of leaves, they are returned as a tuple, or a single leaf as it is.
+        """
         if len(leaves) == self.structure.num_leaves:
             return pytree.tree_unflatten(leaves, self.structure)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
 
 
 class _TensorHeader(NamedTuple):
-    """What a process must know to receive a tensor."""
+    """The properties of a tensor that a process needs to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -328,7 +360,21 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 class _Stage:
     """One stage of a traced model. It receives values that this or later stages use, and sends values for later ones.
 
-    `traced` is the graph that calls all stages.
+    For example, if the third stage uses an argument of the model, the first stage sends it to the second one, which
+    sends it on.
+
+    Args:
+        traced: The graph that calls all stages.
+        rank: The number of the stage.
+        device: The device of the stage.
+
+    Attributes:
+        call: The node that calls this stage.
+        inputs: The nodes of the model's arguments.
+        unpacking: The nodes that unpack the results of the call.
+        output: The node of the model's result.
+        receives: The nodes whose values the previous stage sends. Empty for the first stage.
+        sends: The nodes whose values this stage sends to the next one.
     """
 
     def __init__(self, traced: torch.fx.GraphModule, rank: int, device: torch.device) -> None:
@@ -339,27 +385,29 @@ class _Stage:
         self.is_last = rank == len(calls) - 1
         self.module = traced.get_submodule(str(calls[rank].target)).to(device)
         self.call = calls[rank]
-        # The nodes of this stage: its call, and those that unpack its results.
+        # The nodes of this stage are its call, and those that unpack its results.
         begin = nodes.index(self.call)
         end = len(nodes) if self.is_last else nodes.index(calls[rank + 1])
         self.inputs = [node for node in nodes if node.op == "placeholder"]
         self.output = nodes[-1]
-        self.here = [node for node in nodes[begin:end] if node.op == "call_function"]
+        self.unpacking = [node for node in nodes[begin:end] if node.op == "call_function"]
         self.receives = _needed_after(nodes, begin - 1)
         self.sends = _needed_after(nodes, end - 1)
-        self._received: list[_TensorHeader] | None = None  # of each received tensor, after the first chunk
+        # Headers are sent once, with the first chunk: all chunks have the same size.
+        self._received: list[_TensorHeader] | None = None  # of each received tensor. None before the first chunk.
         self._sent_headers = False
+        # Sends since `finish`, each with its tensor, which must exist until the send has ended.
         self._pending: list[Any] = []
 
     def run(self, inputs: list[Any]) -> list[torch.Tensor]:
         """Run one chunk. Only the first stage uses `inputs`. Only the last stage returns a result."""
         if self.rank == 0:
             moved = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), inputs)
-            values: dict[Any, Any] = dict(zip(self.inputs, moved, strict=True))
+            values: dict[Any, Any] = dict(zip(self.inputs, moved, strict=True))  # node → value
         else:
             values = self._receive()
         values[self.call] = self.module(*torch.fx.node.map_arg(self.call.args, values.__getitem__))
-        for node in self.here:
+        for node in self.unpacking:
             values[node] = node.target(*torch.fx.node.map_arg(node.args, values.__getitem__))
         if not self.is_last:
             self._send([values[node] for node in self.sends])
@@ -373,6 +421,7 @@ class _Stage:
         self._pending.clear()
 
     def _receive(self) -> dict[Any, Any]:
+        """Receive the values of the nodes in `receives` for one chunk."""
         if self._received is None:
             headers: list[Any] = [None]
             dist.recv_object_list(headers, src=self.rank - 1, device=self.device)
@@ -383,13 +432,14 @@ class _Stage:
         return dict(zip(self.receives, buffers, strict=True))
 
     def _send(self, values: list[torch.Tensor]) -> None:
+        """Start to send the values of the nodes in `sends`. `finish` waits for the end."""
         if not self._sent_headers:
             headers = [[_header(value) for value in values]]
             dist.send_object_list(headers, dst=self.rank + 1, device=self.device)
             self._sent_headers = True
         for value in values:
             sent = value.contiguous()
-            self._pending.append((dist.isend(sent, dst=self.rank + 1), sent))  # the tensor must live until it is sent
+            self._pending.append((dist.isend(sent, dst=self.rank + 1), sent))
 
 
 def _needed_after(nodes: list[torch.fx.Node], last: int) -> list[torch.fx.Node]:
@@ -417,20 +467,20 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _recorded_result(model: nn.Module) -> Iterator[list[Any]]:
     """Yield a list that receives the results of the model's forward."""
-    own = model.__dict__.get("forward")
+    replaced = model.__dict__.get("forward")  # an assigned forward, or None for the forward of the class
     forward = model.forward
-    found: list[Any] = []
+    results: list[Any] = []
 
     def record(*args: object, **kwargs: object) -> Any:
         result = forward(*args, **kwargs)
-        found.append(result)
+        results.append(result)
         return result
 
     model.forward = functools.wraps(forward)(record)  # torch.export reads the signature
     try:
-        yield found
+        yield results
     finally:
-        if own is None:
+        if replaced is None:
             del model.forward
         else:
-            model.forward = own
+            model.forward = replaced

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,6 +86,9 @@ def save_object(
 ) -> None:
     """Write an object on the main process. Other processes only check the object. Not collective.
 
+    Safetensors are first written to a temporary file, which replaces an existing file. Other objects are written
+    directly by `torch.save`.
+
     Args:
         obj: An object that `torch.save` can pickle. With `safe_serialization`, a dict of tensors.
         f: A path or an open file. An existing file at the path is replaced.
@@ -93,7 +96,10 @@ def save_object(
         is_main: This process writes. Default: True.
 
     Raises:
-        ConfigurationError: A tensor is a shard, or safetensors cannot hold the object.
+        ConfigurationError: A tensor is a shard, or `safe_serialization` is set for another object than a dict of
+            tensors or for an open file.
+        CheckpointError: Safetensors cannot store the dtype of a tensor.
+        OSError: The file cannot be written.
     """
     if any(isinstance(tensor, DTensor) for tensor in iterate_tensors(obj)):
         raise ConfigurationError(
@@ -109,6 +115,12 @@ def save_object(
             f"save(safe_serialization=True) writes a dict of tensors to a path; it received a {type(obj).__name__} "
             f"and a {type(f).__name__}. Pass a dict and a path, or safe_serialization=False."
         )
+    for name, value in obj.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigurationError(
+                f"save(safe_serialization=True) writes a dict of tensors; {name!r} is a {type(value).__name__}. Remove "
+                "it, or pass safe_serialization=False."
+            )
     if is_main:
         path = Path(f)
         temporary = hidden(path, "tmp")
@@ -117,6 +129,13 @@ def save_object(
             rename(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+class _Request(NamedTuple):
+    """A message of the main process in `save_sharded_model`: a tensor to gather, or the end of the save."""
+
+    name: str | None  # None at the end
+    problem: str | None = None  # the error that ended the save, or None
 
 
 def save_sharded_model(
@@ -140,40 +159,44 @@ def save_sharded_model(
     """
     max_shard_bytes = _to_bytes(max_shard_size)
     if processes.rank:
-        problem: str | None = None
-        while (request := processes.broadcast_object(None))[0] is not None:
-            state.gather_tensor(values[request[0]])
-        problem = request[1]
-        if problem is not None:
-            raise CheckpointError(f"rank 0 could not write {save_directory}: {problem}")
+        # Gather each tensor that rank 0 writes, in its order.
+        while True:
+            request: _Request = processes.broadcast_object(None)
+            if request.name is None:
+                break
+            state.gather_tensor(values[request.name])
+        if request.problem is not None:
+            raise CheckpointError(f"rank 0 could not write {save_directory}: {request.problem}")
         return
 
     def read(name: str) -> Iterator[torch.Tensor]:
-        processes.broadcast_object((name, None))
+        processes.broadcast_object(_Request(name))
         yield state.gather_tensor(values[name]).detach().contiguous().view(-1)
 
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}  # id of a tensor → its first name
     weights: dict[str, Weight] = {}
-    tied: dict[str, str] = {}
+    tied: dict[str, str] = {}  # further names of tensors → their first name
     for name, value in values.items():
-        known = first.setdefault(id(value), name)
-        if known != name:
-            tied[name] = known
-        elif (like := state.missing_like(value)) is not None:
-            weights[name] = Weight(like, partial(read, name))
-        else:
+        first_name = first_names.setdefault(id(value), name)
+        if first_name != name:
+            tied[name] = first_name
+            continue
+        like = state.missing_like(value)
+        if like is None:
             weights[name] = Weight.of(value.detach())
-    failure = "it was interrupted"
+        else:
+            weights[name] = Weight(like, partial(read, name))
+    problem: str | None = "it was interrupted"  # by another exception than an Exception, such as KeyboardInterrupt
     try:
         replace_weights(
             Path(save_directory), weights, max_shard_bytes=max_shard_bytes, safe=safe_serialization, tied=tied
         )
-        failure = ""
+        problem = None
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
         raise
-    finally:
-        processes.broadcast_object((None, failure or None))
+    finally:  # in every case, because the other ranks wait for it
+        processes.broadcast_object(_Request(None, problem))
 
 
 def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
@@ -182,7 +205,7 @@ def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
     `load_and_quantize_model` reads it with the same configuration.
 
     Raises:
-        CheckpointError: The folder exists, or `save_model` raises it.
+        CheckpointError: The folder, or a file of this name, exists, or `save_model` raises it.
     """
     target = Path(save_directory)
     if os.path.lexists(target):
@@ -205,11 +228,15 @@ def _nearest_size(size: object) -> int | str:
     """Return a valid size that is similar to an invalid one."""
     if isinstance(size, float) and 1 <= size < 2**63:
         return int(size)
-    found = re.search(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)", str(size), re.IGNORECASE)
-    return "10GB" if found is None else f"{found[1]}{found[2].upper() or 'G'}B"
+    match = re.search(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)", str(size), re.IGNORECASE)
+    if match is None:
+        return "10GB"
+    unit = match[2].upper() or "G"
+    return f"{match[1]}{unit}B"
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of data parallelism and `torch.compile`."""
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
@@ -221,11 +248,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Offloaded:
-    """An offloaded weight: the value, the value's location in a file, and the dtype and placeholder in the model."""
+    """An offloaded weight."""
 
     value: torch.Tensor
-    span: FileSpan | None
-    dtype: torch.dtype
+    span: FileSpan | None  # location of the value in a file. None if it is in memory.
+    dtype: torch.dtype  # of the placeholder. The value is converted to it.
     placeholder: torch.Tensor
 
     def weight(self, buffer: torch.Tensor) -> Weight:
@@ -236,6 +263,7 @@ class _Offloaded:
         return Weight(like, lambda: (chunk.to(self.dtype) for chunk in self._chunks(buffer)))
 
     def _chunks(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the value in its stored dtype."""
         if self.span is None:
             return Weight.of(self.value).read()
         return _read_span(self.span, self.value.dtype, buffer)
@@ -254,11 +282,16 @@ def _read_span(span: FileSpan, dtype: torch.dtype, buffer: torch.Tensor) -> Iter
 
 @dataclass(slots=True)
 class _Collected:
-    """The weights in a model's state dict in order, including offloaded weights, and the names of tied weights."""
+    """The weights in a model's state dict in order, including offloaded weights, and the names of tied weights.
+
+    Attributes:
+        weights: First name of each weight → the weight.
+        tied: Further names of weights → their first name.
+    """
 
     weights: dict[str, Weight] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    _first: dict[Any, str] = field(default_factory=dict)
+    _first: dict[Any, str] = field(default_factory=dict)  # key of a memory, or id of a placeholder → first name
     # Shared by all weights, which are read one after the other. Memory is allocated on first use.
     _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu"))
 
@@ -266,14 +299,16 @@ class _Collected:
         """Add every tensor of an unwrapped model."""
         all_offloaded = dict(_offloaded_weights(model))
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        # Id of a parameter that only some modules offload → id of its placeholder in these modules.
         placeholders = {id(parameter): key for key, parameter in partly_offloaded(model).items()}
         _check_not_sharded(parameters)
-        unpack_4bit_weights(model)
+        unpack_4bit_weights(model)  # before the state dict, which it changes
         state = model.state_dict()
         _check_not_sharded(state)
-        scales = {
-            f"{path}.scale".lstrip(".") for path, module in model.named_modules() if isinstance(module, Int8Linear)
-        }
+        scales: set[str] = set()  # names of the scales of `Int8Linear` layers
+        for path, module in model.named_modules():
+            if isinstance(module, Int8Linear):
+                scales.add(f"{path}.scale".lstrip("."))
         lost = []
         for name, value in flatten_quantized(state).items():
             offloaded = all_offloaded.get(name)
@@ -308,21 +343,25 @@ class _Collected:
             raise CheckpointError(
                 f"two entries of the state dict are called {name!r} without their wrappers. Rename one of them."
             )
+        # Views with another dtype, and conjugate views, are different weights in the same memory.
         keys: list[Any] = [(*memory_key(value, name), value.dtype, weight.like.dtype, value.is_conj())]
         if placeholder is not None:
             keys.append(placeholder)
-        same = next((self._first[key] for key in keys if key in self._first), None)
-        if same is None:
+        first_name = next((self._first[key] for key in keys if key in self._first), None)
+        if first_name is None:
             self.weights[name] = weight
         else:
-            self.tied[name] = same
+            self.tied[name] = first_name
         for key in keys:
-            self._first.setdefault(key, same or name)
+            self._first.setdefault(key, first_name or name)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-        return not tensor.is_meta
+    """Return False for meta tensors, and for tensors whose memory a strategy has freed (a storage of 0 bytes)."""
+    if tensor.is_meta:
+        return False
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return True
     return tensor.untyped_storage().nbytes() > 0
 
 
@@ -338,8 +377,11 @@ def _storable(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _check_not_sharded(tensors: Mapping[str, Any]) -> None:
     """Raise an error if a tensor is sharded, because only this process's shard would be saved."""
     for name, tensor in tensors.items():
-        is_sharded = type(tensor).__module__.startswith("torch.distributed")
-        if is_sharded or getattr(tensor, "ds_numel", None) not in (None, getattr(tensor, "numel", int)()):
+        is_dtensor = type(tensor).__module__.startswith("torch.distributed")
+        # DeepSpeed's stage 3 stores the number of elements of the full parameter in this attribute.
+        full_elements = getattr(tensor, "ds_numel", None)
+        is_deepspeed_shard = full_elements is not None and full_elements != tensor.numel()
+        if is_dtensor or is_deepspeed_shard:
             raise CheckpointError(
                 f"{name!r} is sharded over processes, and only the shard of this one would be saved. Save a "
                 "checkpoint, and write its weights with `trainwright checkpoint export`."
@@ -351,7 +393,7 @@ def _offloaded_weights(model: nn.Module) -> Iterator[tuple[str, _Offloaded]]:
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     stored = in_files(model)
     for name, tensor in state.items():
-        if tensor.is_meta and name in stored:
+        if tensor.is_meta and name in stored:  # loaded to the disk. A hook that loads it is found below, too.
             yield name, _Offloaded(stored[name], stored.locate(name), tensor.dtype, tensor)
     for path, module in model.named_modules(remove_duplicate=False):
         for hook in offloading_hooks(module):

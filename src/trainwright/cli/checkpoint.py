@@ -24,26 +24,35 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.interop.export import Exported
 
 _COMMANDS = ("ls", "show", "verify", "diff", "merge", "export", "convert")
-_FOUND = 1  # verify: damage; diff: differences
+_FOUND = 1  # exit code: `verify` has found damage, or `diff` a difference
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_SHOWN = 20  # maximal number of printed lines of one kind
+_MAX_LINES = 20  # of each kind of difference
 
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """Run `trainwright checkpoint`; see `trainwright checkpoint --help`."""
+    """Run `trainwright checkpoint`; see `trainwright checkpoint --help`.
+
+    Returns:
+        The exit code: 0, or 1 if `verify` finds damage or `diff` finds a difference.
+
+    Raises:
+        CheckpointError: a checkpoint is missing, damaged or not supported, or a file cannot be read or written.
+        ConfigurationError: an option is not valid.
+    """
     parser = _parser()
     check_subcommand("checkpoint", argv, _COMMANDS)
     wanted = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = wanted.command
     try:
         return command(wanted)
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError, which `main` handles: the reader of the output, such as `head`, has closed it
         raise
     except OSError as error:  # missing, no permission to read or write, or no space
         raise CheckpointError(str(error)) from error
 
 
 def _print(text: object, file: TextIO | None = None) -> None:
+    """Print text from a file that may be of others: control characters are escaped."""
     print(visible(str(text)), file=file)
 
 
@@ -141,18 +150,21 @@ def _ls(wanted: argparse.Namespace) -> int:
     if not rows:
         _print(f"no checkpoints in {wanted.folder}")
         return 0
-    lines = [["NAME", "STEP", "EPOCH", "KIND", "SIZE", "AGE", "METRICS"]]
+    table = [["NAME", "STEP", "EPOCH", "KIND", "SIZE", "AGE", "METRICS"]]
     for row in rows:
-        if row.step is None:
-            lines.append([row.name, "", "", "", "", "", "DAMAGED"])
+        if row.step is None:  # the manifest cannot be read
+            table.append([row.name, "", "", "", "", "", "DAMAGED"])
             continue
         metrics = " ".join(f"{name}={value:.6g}" for name, value in row.metrics.items())
         state = "DAMAGED" if row.problems else metrics
-        lines.append(
+        table.append(
             [row.name, str(row.step), str(row.epoch), row.kind or "", _size(row.bytes), _age(row.age_s), state]
         )
-    for line in [*table_lines(lines), *(f"{row.name}: {problem}" for row in rows for problem in row.problems)]:
+    for line in table_lines(table):
         _print(line)
+    for row in rows:
+        for problem in row.problems:
+            _print(f"{row.name}: {problem}")
     return 0
 
 
@@ -173,18 +185,18 @@ def _verify(wanted: argparse.Namespace) -> int:
 
     # A pattern such as `runs/checkpoints/*` also matches the index and other files beside the checkpoints.
     folders = [path for path in wanted.paths if not path.is_file()]
-    found: dict[str, list[str]] = {}
-    for given in folders or wanted.paths:
-        for path in checkpoints_at(given):
-            found[str(path)] = verify(path)
+    problems_of: dict[str, list[str]] = {}  # checkpoint → problems; an empty list if it is intact
+    for folder in folders or wanted.paths:  # a command with files only is an error of `checkpoints_at`
+        for path in checkpoints_at(folder):
+            problems_of[str(path)] = verify(path)
     for path in wanted.paths:
         if path not in folders:
             _print(f"note: {path} is a file, not a checkpoint, and is skipped", file=sys.stderr)
-    damaged = any(found.values())
+    damaged = any(problems_of.values())
     if wanted.json:
-        _print_json({"damaged": damaged, "checkpoints": found})
+        _print_json({"damaged": damaged, "checkpoints": problems_of})
     else:
-        for name, problems in found.items():
+        for name, problems in problems_of.items():
             _print(f"{name}: {'damaged' if problems else 'intact'}")
             for problem in problems:
                 _print(f"  {problem}")
@@ -194,43 +206,48 @@ def _verify(wanted: argparse.Namespace) -> int:
 def _diff(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.diff import diff_checkpoints
 
-    found = diff_checkpoints(wanted.left, wanted.right)
+    difference = diff_checkpoints(wanted.left, wanted.right)  # false if nothing differs
     if wanted.json:
-        largest = found.largest()
-        facts = {**dataclasses.asdict(found), "largest": None if largest is None else dataclasses.asdict(largest)}
-        _print_json({"same": not found, **facts})
+        largest = difference.largest()
+        facts = dataclasses.asdict(difference)
+        facts["largest"] = None if largest is None else dataclasses.asdict(largest)
+        _print_json({"same": not difference, **facts})
     else:
-        _print_difference(found, wanted.left, wanted.right)
-    return _FOUND if found else 0
+        _print_difference(difference, wanted.left, wanted.right)
+    return _FOUND if difference else 0
 
 
-def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> None:
-    if not found:
+def _print_difference(difference: CheckpointDifference, left: Path, right: Path) -> None:
+    if not difference:
         _print("identical, by the hashes in their manifests; verify compares the files with these")
         return
-    for side, only in ((left, found.only_left), (right, found.only_right)):
-        _print_some(f"only in {side}:", only)
-    _print_some("values that differ:", [f"{item.path}: {item.left} -> {item.right}" for item in found.values])
-    if found.tensors:
-        first = found.tensors[0]
-        largest = found.largest()
-        most = "" if largest is None else f"; largest difference {largest.max_abs:.6g} in {largest.path}"
-        _print(f"{len(found.tensors)} of {found.num_tensors} compared tensors differ, the first is {first.path}{most}")
-        differing = [
-            f"{item.path}: {item.left} -> {item.right}" if item.max_abs is None else f"{item.path}: {item.max_abs:.6g}"
-            for item in found.tensors
-        ]
-        _print_some("tensors that differ, by max |left - right|:", differing)
+    _print_some(f"only in {left}:", difference.only_left)
+    _print_some(f"only in {right}:", difference.only_right)
+    _print_some("values that differ:", [f"{item.path}: {item.left} -> {item.right}" for item in difference.values])
+    if not difference.tensors:
+        return
+    first = difference.tensors[0]
+    largest = difference.largest()
+    most = "" if largest is None else f"; largest difference {largest.max_abs:.6g} in {largest.path}"
+    count = f"{len(difference.tensors)} of {difference.num_tensors}"
+    _print(f"{count} compared tensors differ, the first is {first.path}{most}")
+    lines: list[str] = []
+    for item in difference.tensors:
+        # Tensors with other shapes or dtypes have no difference as a number.
+        what = f"{item.left} -> {item.right}" if item.max_abs is None else f"{item.max_abs:.6g}"
+        lines.append(f"{item.path}: {what}")
+    _print_some("tensors that differ, by max |left - right|:", lines)
 
 
 def _print_some(title: str, lines: Sequence[str]) -> None:
+    """Print a title and the first lines below it. Print nothing without lines."""
     if not lines:
         return
     _print(title)
-    for line in lines[:_SHOWN]:
+    for line in lines[:_MAX_LINES]:
         _print(f"  {line}")
-    if len(lines) > _SHOWN:
-        _print(f"  ... and {len(lines) - _SHOWN} more (all of them with --json)")
+    if len(lines) > _MAX_LINES:
+        _print(f"  ... and {len(lines) - _MAX_LINES} more (all of them with --json)")
 
 
 # Weights in and out
@@ -239,7 +256,7 @@ def _print_some(title: str, lines: Sequence[str]) -> None:
 def _merge(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.export import export_weights
 
-    _tell(export_weights(wanted.source, wanted.target))
+    _print_exported(export_weights(wanted.source, wanted.target))
     return 0
 
 
@@ -270,7 +287,7 @@ def merge_weights(argv: Sequence[str]) -> int:
             wanted.checkpoint_directory,
             wanted.output_path,
             safe=wanted.safe_serialization,
-            max_shard_bytes=_parse_size(wanted.max_shard_size),
+            max_shard_bytes=_parse_size("--max_shard_size", wanted.max_shard_size),
             remove_source=wanted.remove_checkpoint_dir,
         )
     except OSError as error:  # missing, no permission to read or write, or no space
@@ -287,13 +304,13 @@ def _export(wanted: argparse.Namespace) -> int:
         return _export_megatron(wanted)
     if wanted.config is not None:
         raise ConfigurationError("--config is used with --megatron only. Remove --config, or add --megatron.")
-    _tell(
+    _print_exported(
         export_weights(
             wanted.source,
             wanted.target,
             layout="sharded" if wanted.sharded else "single",
             dtype=wanted.dtype,
-            max_shard_bytes=_parse_size(wanted.max_shard_size),
+            max_shard_bytes=_parse_size("--max-shard-size", wanted.max_shard_size),
             expand_tied=wanted.expand_tied,
         )
     )
@@ -305,25 +322,25 @@ def _export_megatron(wanted: argparse.Namespace) -> int:
 
     if wanted.sharded or wanted.expand_tied or wanted.max_shard_size != "5GB":
         raise ConfigurationError("--megatron excludes --sharded, --expand-tied and --max-shard-size. Remove them.")
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}  # of `MegatronLayout`: "tp=2,impl=local" is {"tp": 2, "impl": "local"}
     for part in wanted.megatron.split(","):
         name, _, value = part.strip().partition("=")
         if name in ("tp", "pp", "vocab") and value.isdecimal() and int(value) > 0:
-            given[name] = int(value)
+            fields[name] = int(value)
         elif name == "impl" and value in ("local", "transformer_engine"):
-            given[name] = value
+            fields[name] = value
         else:
             raise ConfigurationError(
                 f"--megatron={wanted.megatron!r}: {part!r} is not known. Use tp=N, pp=N, vocab=N with positive "
                 "integers, and impl=local or impl=transformer_engine, separated by commas."
             )
-    layout = MegatronLayout(**given)
+    layout = MegatronLayout(**fields)
     for file in export_megatron(wanted.source, wanted.target, layout, config=wanted.config, dtype=wanted.dtype):
         _print(file)
     return 0
 
 
-def _tell(exported: Exported) -> None:
+def _print_exported(exported: Exported) -> None:
     for file in exported.files:
         _print(file)
     _print(f"{exported.num_tensors} tensors, {_size(exported.num_bytes)}")
@@ -360,18 +377,22 @@ def _convert(wanted: argparse.Namespace) -> int:
         step=wanted.step,
         epoch=wanted.epoch,
     )
-    done = convert_checkpoint(wanted.source, wanted.target, options)
-    what = "a full checkpoint" if done.kind == "full" else "weights only"
-    _print(f"{done.path}: {what} from {done.source}, {done.num_tensors} tensors, step {done.step}, epoch {done.epoch}")
-    for note in done.notes:
+    converted = convert_checkpoint(wanted.source, wanted.target, options)
+    what = "a full checkpoint" if converted.kind == "full" else "weights only"
+    _print(
+        f"{converted.path}: {what} from {converted.source}, {converted.num_tensors} tensors, step {converted.step}, "
+        f"epoch {converted.epoch}"
+    )
+    for note in converted.notes:
         _print(f"note: {note}", file=sys.stderr)
     return 0
 
 
-# Words
+# Facts, sizes and ages as text
 
 
 def _print_tree(value: Mapping[str, object], indent: str) -> None:
+    """Print nested facts: `optimizers: [{class: …}, …]` is printed as `optimizer 0:` with indented facts below it."""
     for name, item in value.items():
         if isinstance(item, dict) and item:
             _print(f"{indent}{name}:")
@@ -393,7 +414,7 @@ def _text(value: object) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Return `value` for JSON. NaN and infinities, which JSON lacks, become text."""
+    """Return `value` for JSON. NaN and infinities, which JSON lacks, and other objects become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -403,11 +424,11 @@ def _plain(value: object) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _size(num: int) -> str:
-    value = float(num)
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
-            return f"{num} B" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
 
@@ -416,11 +437,12 @@ def _age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    return f"{max(seconds, 0):.0f} s"  # negative if the clock of the machine that saved is ahead
 
 
-def _parse_size(text: str) -> int:
+def _parse_size(option: str, text: str) -> int:
+    """Return the bytes of a size such as `2GiB`, the value of `option`."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
-        raise ConfigurationError(f"--max-shard-size={text!r}, expected a size such as 5GB, 500MB or 2GiB.")
+        raise ConfigurationError(f"{option}={text!r}, expected a size such as 5GB, 500MB or 2GiB.")
     return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -33,22 +33,29 @@ CHECKPOINTS = "checkpoints"  # the default sub-folder of a run
 
 @dataclass
 class Row:
-    """Row of a listing for one checkpoint. Values that a damaged manifest lacks are None."""
+    """Row of a listing for one checkpoint.
+
+    Without a readable manifest, only the name, the path and the problems are set: `step`, `epoch` and `kind` are None.
+    """
 
     name: str
     path: str  # or URL
     step: int | None = None
     epoch: int | None = None
-    kind: str | None = None
+    kind: str | None = None  # `full` or `weights`
     metrics: dict[str, float] = field(default_factory=dict)
-    bytes: int = 0
+    bytes: int = 0  # of the files that the manifest lists
     created: str = ""  # UTC, ISO 8601
     age_s: float = 0.0
-    problems: list[str] = field(default_factory=list)  # in words
+    problems: list[str] = field(default_factory=list)  # in words; empty for an intact checkpoint
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return `path` if it is a checkpoint, else all checkpoints below `path`, at any depth."""
+    """Return `path` if it is a checkpoint, else all checkpoints below `path`, at any depth.
+
+    Raises:
+        CheckpointError: `path` does not exist, is a file, or contains no checkpoint.
+    """
     if _is_checkpoint(path) or not path.is_dir():
         return _folders(path)
     checkpoints = _below(path)
@@ -93,7 +100,16 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
-    """Return a row for each checkpoint in a run's folder, by step. Checkpoints with unknown steps come first."""
+    """Return a row for each checkpoint in a run's folder, by step. Checkpoints with unknown steps come first.
+
+    Args:
+        folder: the run's folder, its folder of checkpoints, or one checkpoint.
+        hashes: compare the hash of each file, which reads it. Default: False, which compares sizes.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: `folder` is a file.
+    """
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}. Check the path.")
     rows = [_row(path, hashes) for path in _folders(folder)]
@@ -106,19 +122,19 @@ def _position(row: Row) -> tuple[int, str, str]:
 
 def list_remote(url: str) -> list[Row]:
     """Return a row for each complete checkpoint directly below `url`, by step. Only manifests are read."""
-    return [_row_of(last_part(each.url), each.url, each.manifest, []) for each in find_remote(url)]
+    return [_row_of_manifest(last_part(each.url), each.url, each.manifest, []) for each in find_remote(url)]
 
 
 def _row(path: Path, hashes: bool) -> Row:
     problems = verify(path, hashes=hashes)
     try:
         manifest = read_manifest(path)
-    except CheckpointError:
+    except CheckpointError:  # it is also among the problems
         return Row(path.name, str(path), problems=problems)
-    return _row_of(path.name, str(path), manifest, problems)
+    return _row_of_manifest(path.name, str(path), manifest, problems)
 
 
-def _row_of(name: str, path: str, manifest: Manifest, problems: list[str]) -> Row:
+def _row_of_manifest(name: str, path: str, manifest: Manifest, problems: list[str]) -> Row:
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(manifest.created)
     return Row(
         name=name,
@@ -139,7 +155,11 @@ def _bytes_of(manifest: Manifest, part: str) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return facts about a checkpoint by name, without reading weights. Raise CheckpointError if it is damaged."""
+    """Return facts about a checkpoint by name, without reading weights.
+
+    Raises:
+        CheckpointError: `path` is not a checkpoint, or it is damaged. Hashes are not compared.
+    """
     manifest = read_manifest(path)
     problems = verify(path, hashes=False)
     if problems:
@@ -218,15 +238,22 @@ class _OnDemand(Mapping[str, torch.Tensor]):
 
 
 def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
-    """Return the class, the names of the state and the groups of an optimizer."""
+    """Return the class, the names of the state and the groups of an optimizer.
+
+    Example: `{"class": "AdamW", "state": "exp_avg, step, for 12 of 12 parameters", "groups": [{"parameters": 12,
+    "lr": 0.001, …}]}`.
+    """
     raw = _raw(folder, stem)
     groups: list[dict[str, Any]] = []
     for group in decode(raw["groups"], _OnDemand(folder / f"{stem}.safetensors")):
         num_parameters = len(group.pop("params"))
         groups.append({"parameters": num_parameters, **_nested(group)})
-    states = raw["state"]
-    # A dict with a reserved key of JSON or the codec is a list of pairs.
-    entries = [pair[1] for pair in states["v"]] if TAG in states else list(states.values())
+    states = raw["state"]  # parameter → {"exp_avg": …, "step": …}, encoded
+    if TAG in states:
+        # The codec writes a dict that JSON cannot represent as a list of pairs.
+        entries = [entry for _, entry in states["v"]]
+    else:
+        entries = list(states.values())
     keys: set[str] = set()
     for entry in entries:
         keys |= set(entry)
@@ -268,7 +295,11 @@ def _nested(value: object) -> Any:
 
 
 def _short(value: object, limit: int = 100) -> Any:
-    """Return numbers and text unchanged, tensors as dtype and shape, and other values as shortened `repr`."""
+    """Return a value for a line of output.
+
+    Numbers and None are returned unchanged, and a tensor with one element as a number. Other tensors become their dtype
+    and shape. Text, and the `repr` of other values, is shortened to `limit` characters.
+    """
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, torch.Tensor):

@@ -30,7 +30,7 @@ _CPU_INSTRUCTIONS = ("amx_tile", "amx_bf16", "amx_fp16", "amx_int8", "avx512_bf1
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print versions, devices, the detected launcher and the launch configuration. `--json` prints JSON."""
+    """Print versions, devices, the detected launcher and the launch configuration. Return the exit code 0."""
     parser = argparse.ArgumentParser(prog="trainwright env", description="Show versions, devices and configuration.")
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="configuration of `trainwright launch`")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -61,7 +61,7 @@ def collect(config_file: str | None = None) -> dict[str, Any]:
     }
     facts |= {name: _version(name) for name in _PACKAGES}
     facts["cuda"] = _cuda_version()
-    # In a container or a job, a process may use fewer cores than the machine has.
+    # In a container or a job, a process may use fewer cores than the machine has. Only Linux reports them.
     facts["cpu cores"] = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     facts["cpu instructions"] = _cpu_instructions()
     facts["accelerator"], facts["devices"] = _devices()
@@ -99,8 +99,8 @@ def _cuda_version() -> str | None:
 
 
 def _devices() -> tuple[str | None, list[str]]:
-    """Return the type and the names of this machine's accelerators."""
-    if "torch" not in sys.modules and has_no_devices():
+    """Return the type and the names of this machine's accelerators. The type is None without any."""
+    if "torch" not in sys.modules and has_no_devices():  # importing torch takes seconds
         return None, []
     import torch
 

@@ -33,7 +33,13 @@ _TIMM = "timm/"  # prefix of timm's models on the hub
 
 @dataclass(frozen=True, slots=True)
 class _FoundModel:
-    """Model to estimate: its element counts, and the module on the meta device (None if only weights are known)."""
+    """Model to estimate.
+
+    Attributes:
+        count: numbers of elements.
+        module: the model on the meta device. None for stored weights without a model.
+        config: configuration of a transformers model. None for other models.
+    """
 
     count: WeightCount
     module: nn.Module | None = None
@@ -41,7 +47,18 @@ class _FoundModel:
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """Print the memory of a model for each dtype. With a batch size, also print activations and KV cache."""
+    """Print the memory of a model for each dtype.
+
+    With a batch size, also print activations and KV cache. With a number of devices or their memory, also print the
+    training memory of a rank, or the number of devices that training needs.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigurationError: the model is unknown or cannot be built, or an option is not valid for it.
+        MissingPackageError: transformers or timm is not installed.
+    """
     from trainwright.bigmodels.maps.sizes import dtype_byte_size
 
     wanted = _parser().parse_args(argv)
@@ -98,21 +115,25 @@ def _read(option: str, text: str, convert: Callable[[str], float]) -> float:
 
 
 def _facts(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Return the numbers to print, with the names that `--json` prints."""
     from trainwright.bigmodels.maps.estimates import kv_cache_bytes
 
     count = model.count
     rows: dict[str, dict[str, int]] = {}
+    cached_config: dict[str, Any] | None = None  # the configuration of a model with a KV cache, if it is requested
+    if wanted.batch_size is not None and _keeps_keys_and_values(model):
+        cached_config = model.config
     for dtype in wanted.dtypes:
         rows[dtype] = {
             "largest_layer_bytes": count.largest_bytes(dtype),
             "total_bytes": count.total_bytes(dtype),
             "training_adam_bytes": count.training_bytes(dtype),
         }
-        if wanted.batch_size is not None and model.config is not None and _keeps_keys_and_values(model.module):
+        if cached_config is not None:
             shape = {"batch_size": wanted.batch_size, "sequence_length": wanted.sequence_length}
-            cache = kv_cache_bytes(model.config, dtype=dtype, **shape)
-            if cache is not None:
-                rows[dtype]["kv_cache_bytes"] = cache
+            cache_bytes = kv_cache_bytes(cached_config, dtype=dtype, **shape)
+            if cache_bytes is not None:
+                rows[dtype]["kv_cache_bytes"] = cache_bytes
     facts: dict[str, Any] = {"elements": count.elements, "largest_layer": count.largest_layer, "dtypes": rows}
     if wanted.batch_size is not None:
         facts["activation_bytes_float32"] = _activation_bytes(model, wanted.batch_size, wanted.sequence_length)
@@ -122,6 +143,7 @@ def _facts(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
+    """Return the peak memory of a rank for each strategy, and the number of devices that each strategy needs."""
     from trainwright.bigmodels.maps.rank_peaks import ZeroBuckets, rank_peaks, ranks_that_fit, training_shape
 
     for name in ("devices", "reduce_bucket_size", "num_micro_batches"):
@@ -134,18 +156,24 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
             "config.json, its name, or package.module:Class."
         )
     shape = training_shape(model.module)
-    facts = dict[str, Any]()
     buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
-    batch = (wanted.batch_size, wanted.sequence_length)
-    kept = 0 if wanted.batch_size is None else _activation_bytes(model, *batch, loss=True)
-    load: dict[str, Any] = {"activation_bytes": kept, "buckets": buckets, "foreach": True}
+    activation_bytes = 0
+    if wanted.batch_size is not None:
+        activation_bytes = _activation_bytes(model, wanted.batch_size, wanted.sequence_length, loss=True)
+    load: dict[str, Any] = {"activation_bytes": activation_bytes, "buckets": buckets, "foreach": True}
+    facts: dict[str, Any] = {}
     if wanted.devices is not None:
-        facts["no_estimate"] = dict[str, str]()
-        facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, **load)
+        peaks = dict(rank_peaks(shape, world_size=wanted.devices, **load))
+        reasons: dict[str, str] = {}  # strategy → why it has no estimate
         if wanted.devices > 1:
-            for name, find in (("tp", _split_peak), ("pp", _pipeline_peak), ("cp", _context_peak)):
-                found = find(model, wanted)
-                facts["no_estimate" if isinstance(found, str) else "peaks_float32_adam"][name] = found
+            for name, estimate_peak in (("tp", _split_peak), ("pp", _pipeline_peak), ("cp", _context_peak)):
+                peak = estimate_peak(model, wanted)
+                if isinstance(peak, str):
+                    reasons[name] = peak
+                else:
+                    peaks[name] = peak
+        facts["no_estimate"] = reasons
+        facts["peaks_float32_adam"] = peaks
     if wanted.device_memory is not None:
         facts["devices_needed"] = ranks_that_fit(shape, wanted.device_memory, **load)
     return facts
@@ -159,13 +187,20 @@ def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     share = model_of_one_rank(model.module, wanted.devices)
     if share is None:
         return f"no built-in plan splits this model over {wanted.devices} ranks"
-    kept = logits = 0
+    activation_bytes = 0
+    logits_bytes = 0
     if wanted.batch_size is not None:
-        called = replace(model, module=model_of_one_rank(model.module, wanted.devices, ends=False))
-        kept = _activation_bytes(called, wanted.batch_size, wanted.sequence_length, loss=True)
-        logits = 4 * wanted.batch_size * wanted.sequence_length * (model.config or {}).get("vocab_size", 0)
-    shape = training_shape(share)
-    return split_peak(shape, world_size=wanted.devices, activation_bytes=kept, logits_bytes=logits)
+        # The shards in `share` cannot be called: its embedding and output layer have the shapes of one rank.
+        callable_share = replace(model, module=model_of_one_rank(model.module, wanted.devices, ends=False))
+        activation_bytes = _activation_bytes(callable_share, wanted.batch_size, wanted.sequence_length, loss=True)
+        num_tokens = wanted.batch_size * wanted.sequence_length
+        logits_bytes = 4 * num_tokens * (model.config or {}).get("vocab_size", 0)  # float32
+    return split_peak(
+        training_shape(share),
+        world_size=wanted.devices,
+        activation_bytes=activation_bytes,
+        logits_bytes=logits_bytes,
+    )
 
 
 def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
@@ -177,11 +212,11 @@ def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
     pp = wanted.devices
     if stages is None:
         return f"the model has no stack of {pp} layers or more"
-    kept = [0] * pp
-    sent = [0] * (pp - 1)
+    activation_bytes = [0] * pp
+    sent_bytes = [0] * (pp - 1)
     if wanted.batch_size is not None:
-        kept, sent = _stage_bytes(model, wanted.batch_size, wanted.sequence_length, loss=True, pp=pp)
-    load: dict[str, Any] = {"activation_bytes": kept, "sent_bytes": sent, "foreach": True}
+        activation_bytes, sent_bytes = _stage_bytes(model, wanted.batch_size, wanted.sequence_length, loss=True, pp=pp)
+    load: dict[str, Any] = {"activation_bytes": activation_bytes, "sent_bytes": sent_bytes, "foreach": True}
     return pipeline_peak(stages, num_micro_batches=wanted.num_micro_batches or pp, **load)
 
 
@@ -200,8 +235,10 @@ def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
         return "the model is not a decoder of tokens"
     if length % (2 * cp):  # two chunks of a sequence on each rank
         return f"--sequence-length {length} is not divisible by 2 x {cp}"
-    kept = _activation_bytes(model, wanted.batch_size, length // cp, loss=True)
-    return rank_peaks(training_shape(model.module), world_size=cp, activation_bytes=kept, foreach=True)["fsdp"]
+    activation_bytes = _activation_bytes(model, wanted.batch_size, length // cp, loss=True)
+    # The parameters are sharded over the ranks as with FSDP.
+    peaks = rank_peaks(training_shape(model.module), world_size=cp, activation_bytes=activation_bytes, foreach=True)
+    return peaks["fsdp"]
 
 
 def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
@@ -212,7 +249,11 @@ def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int,
 def _stage_bytes(
     model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool, pp: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends to the next."""
+    """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends to the next.
+
+    Raises:
+        ConfigurationError: a size is below 1, the model is not one of transformers, or its forward fails.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -282,17 +323,19 @@ def _image_size(module: object, config: dict[str, Any]) -> tuple[int, int]:
     return height, width
 
 
-def _keeps_keys_and_values(module: Any) -> bool:
-    """Return whether a transformers model has a KV cache. Encoders and image models have none."""
-    if "past_key_values" not in inspect.signature(module.forward).parameters:
+def _keeps_keys_and_values(model: _FoundModel) -> bool:
+    """Return whether a model is one of transformers with a KV cache. Encoders and image models have none."""
+    module: Any = model.module
+    if model.config is None or "past_key_values" not in inspect.signature(module.forward).parameters:
         return False
     return bool(module.can_generate() or getattr(module.config, "is_decoder", True))
 
 
 def _num_positions(config: dict[str, Any] | None) -> int | None:
     """Return the maximum number of tokens of a transformers model. None if its configuration does not contain it."""
-    found = (config or {}).get("max_position_embeddings") or (config or {}).get("n_positions")
-    return found if isinstance(found, int) else None
+    config = config or {}
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    return positions if isinstance(positions, int) else None
 
 
 def _show(name: str, facts: dict[str, Any]) -> None:
@@ -328,17 +371,20 @@ def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _FoundM
             f"{name} does not exist. Pass a model's config.json, its folder or its name, a folder of safetensors or "
             "one such file, timm/NAME, or package.module:Class."
         )
-    if library == "timm" or (library is None and name.startswith(_TIMM) and not path.exists()):
+    names_timm = library is None and name.startswith(_TIMM) and not path.exists()
+    if library == "timm" or names_timm:
         module = _from_timm(name.removeprefix(_TIMM))
         return _FoundModel(count_weights(module), module)
     if path.name.endswith(".safetensors.index.json"):
         path = path.parent
     file = path if path.suffix == ".json" else path / "config.json"
-    if path.suffix == ".json" or (file.is_file() and not _is_of_others(file, path)):
+    is_config = path.suffix == ".json" or (file.is_file() and not _is_of_other_library(file, path))
+    if is_config:
+        # transformers reads a folder, or a file with another name than config.json.
         source = str(file.parent if file.name == "config.json" else file)
         module, config = _from_config(source, read_config(file), trust_remote_code=trust_remote_code)
         return _FoundModel(count_weights(module), module, config)
-    if path.exists():
+    if path.exists():  # weights without a configuration of transformers
         return _FoundModel(count_stored_weights(path))
     if ":" in name and library is None:
         module = _make_task(name)
@@ -347,10 +393,10 @@ def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _FoundM
     return _FoundModel(count_weights(module), module, config)
 
 
-def _is_of_others(file: Path, path: Path) -> bool:
+def _is_of_other_library(file: Path, path: Path) -> bool:
     """Return whether a folder with weights has the configuration of another library (timm, diffusers)."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
-        return False
+        return False  # without weights, `_from_config` reports what is wrong with the configuration
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -361,7 +407,13 @@ def _is_of_others(file: Path, path: Path) -> bool:
 def _from_config(
     source: str, raw: dict[str, Any] | None, *, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model of a configuration, without memory for its weights."""
+    """Build the model of a configuration, without memory for its weights. Return it with its configuration.
+
+    Args:
+        source: a file, a folder, or a name of the hub.
+        raw: the configuration in a file. None for a name.
+        trust_remote_code: run code that comes with the model. Default: False.
+    """
     from trainwright.bigmodels.weights.empty import init_empty_weights
 
     transformers: Any = load_transformers(_PURPOSE)
@@ -375,21 +427,23 @@ def _from_config(
             "config.json. A model of timm is timm/NAME."
         ) from error
     facts = raw or config.to_dict()
-    kind: Any = None
+    # {"architectures": ["LlamaForCausalLM"]} names a class of transformers.
+    model_class: Any = None
     for name in facts.get("architectures") or ():
-        if kind is None:
-            kind = getattr(transformers, name, None)
-    # Custom code of a model names its family in transformers.
-    family = "AutoModel"
+        model_class = getattr(transformers, name, None)
+        if model_class is not None:
+            break
+    # {"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}}: the model has its own code.
+    auto_class = "AutoModel"
     for name in facts.get("auto_map") or ():
         if name.startswith("AutoModelFor"):
-            family = name
+            auto_class = name
             break
     with init_empty_weights():
-        if kind is not None and "auto_map" not in facts:
-            model: nn.Module = kind(config)
+        if model_class is not None and "auto_map" not in facts:
+            model: nn.Module = model_class(config)
         else:
-            model = getattr(transformers, family).from_config(config, trust_remote_code=trust_remote_code)
+            model = getattr(transformers, auto_class).from_config(config, trust_remote_code=trust_remote_code)
     return model, config.to_dict()
 
 
@@ -401,7 +455,7 @@ def _from_timm(name: str) -> nn.Module:
 
     try:
         timm: Any = require_package("timm", purpose="trainwright estimate for a model of timm")
-    except MissingPackageError:
+    except MissingPackageError:  # an ImportError, whose text already says what to install
         raise
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
         raise ConfigurationError(
@@ -429,17 +483,17 @@ def _make_task(name: str) -> nn.Module:
 
     add_project_to_import_path()
     try:
-        kind = import_object(name)
+        task_class = import_object(name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{name!r} cannot be imported: {error}. Write package.module:Class.") from error
     try:
-        inspect.signature(kind).bind()
+        inspect.signature(task_class).bind()
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{name!r} cannot be created without arguments: {error}. Write a sub-class that needs none."
         ) from error
     with init_empty_weights():
-        task = kind()
+        task = task_class()
         if not isinstance(task, nn.Module):
             raise ConfigurationError(f"{name!r} creates a {type(task).__name__}, expected a task or another nn.Module.")
         if isinstance(task, TaskModule):

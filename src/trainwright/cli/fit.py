@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainwright.core.run import Stage
 
 PREDICTIONS_NAME = "predictions.safetensors"
-_KEY = "predictions"  # name of a tensor that has none
+_KEY = "predictions"  # name in the file for outputs that are tensors, not mappings
 LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit`
 
 
@@ -42,7 +42,11 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     Class paths can name modules of the current folder. Call this function on every rank. Only the main process writes.
 
     Returns:
-        0, or 130 if the run was ended by Ctrl-C.
+        The exit code: 0, or 130 if the run was ended by Ctrl-C.
+
+    Raises:
+        ConfigurationError: the command line or a configuration file is not valid.
+        TaskError: `predict_step` returns outputs that cannot be written to a file.
     """
     parser, settings = read_settings(stage, read_command_line(argv))
     check_checkpoint(settings.ckpt_path)
@@ -84,7 +88,14 @@ def test(argv: Sequence[str]) -> int:
 
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Return the parser, and the settings of a command line and its files, which override `defaults`."""
+    """Return the parser, and the settings of a command line and its files, which override `defaults`.
+
+    The settings have class paths. `build` of `cli.configs.parsing` converts them to objects. Without data, `data` is
+    None.
+
+    Raises:
+        ConfigurationError: a setting is not valid, or no task is configured.
+    """
     add_project_to_import_path()
     config: dict[str, Any] = {}
     if defaults is not None:
@@ -182,6 +193,9 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
         batches: the output of `predict_step` for each batch, in order. An output is a tensor of shape (batch, …), which
             is saved as "predictions", or a mapping from names to such tensors.
         path: the safetensors file. A missing folder is created.
+
+    Raises:
+        TaskError: an output is something else, or batches have different names.
     """
     named = [_named(batch) for batch in batches]
     names = list(named[0]) if named else []

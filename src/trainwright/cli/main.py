@@ -1,6 +1,6 @@
 """The dispatcher: find and run the sub-command, and print a `TrainwrightError` as one line.
 
-This module only imports the standard library, so that `trainwright --help` is fast.
+This module imports neither torch nor the modules of commands, so that `trainwright --help` is fast.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One sub-command."""
+    """One sub-command.
 
-    target: str  # "module:function": takes the arguments after the command's name and returns an exit code
+    Attributes:
+        target: `"module:function"`. The function receives the arguments after the command's name, and returns an exit
+            code. The module is imported when the command is called.
+        help: description in the help of `trainwright`.
+    """
+
+    target: str
     help: str
 
 
@@ -75,6 +81,9 @@ COMMANDS: dict[str, Command] = {name: command for group in _GROUPS.values() for 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
+    Args:
+        argv: the arguments. Default: None, which is `sys.argv[1:]`.
+
     Returns:
         The exit code of the command. 2 for an unknown command or a `TrainwrightError`, which is printed to stderr
         without a traceback unless `--traceback` is passed. 130 after Ctrl-C. Other errors are raised.
@@ -100,12 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    """Run the command that the first argument names. Return its exit code, or 2 for an unknown command."""
     parser = _parser()
     if not arguments:
         parser.print_help()
         return 0
     name = arguments[0]
-    if name.startswith("-"):
+    if name.startswith("-"):  # an option before the command
         parser.parse_args(arguments)  # --help and --version exit; anything else is reported
         return 0
     command = COMMANDS.get(name)
@@ -146,8 +156,9 @@ def check_subcommand(command: str, argv: Sequence[str], known: Sequence[str]) ->
 def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
     """Return whether `--traceback` is among the arguments, and the other arguments. Words after `--` do not count."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    ours = [word for word in arguments[:end] if word != "--traceback"]
-    return len(ours) < end, ours + arguments[end:]
+    others = [word for word in arguments[:end] if word != "--traceback"]
+    is_passed = len(others) < end
+    return is_passed, others + arguments[end:]
 
 
 def _exit_code(stop: SystemExit) -> int:
@@ -161,6 +172,6 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of texts as lines with aligned columns."""
+    """Return rows of texts as lines with aligned columns. All rows have the same number of cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

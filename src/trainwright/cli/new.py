@@ -33,7 +33,14 @@ _IMPORTED_NAMES = {
 
 
 def new(argv: Sequence[str]) -> int:
-    """Write a new project and print the next steps; see `trainwright new --help`."""
+    """Write a new project and print the next steps; see `trainwright new --help`.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigurationError: see `write_project`.
+    """
     parser = argparse.ArgumentParser(prog="trainwright new", description="Write a project that trains.")
     parser.add_argument("path", type=Path, metavar="PATH", help="the folder to write; new, or empty")
     parser.add_argument(
@@ -69,6 +76,13 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         path: the folder to write. It may be an existing empty folder. Missing parents are created.
         template: a name from `template_names()`.
         name: the project's name. Default: None, the last part of `path`.
+
+    Returns:
+        The written files, relative to `path`, sorted.
+
+    Raises:
+        ConfigurationError: the template is unknown, `path` is not a new or empty folder or cannot be created, or the
+            name is not valid.
     """
     known = template_names()
     if template not in known:
@@ -77,7 +91,7 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         )
     try:
         path = path.resolve()
-        path.exists()
+        path.exists()  # raises the errors of the next checks here
     except (OSError, RuntimeError) as error:  # a link to itself, a name that is too long
         raise ConfigurationError(
             f"PATH {str(path)!r} cannot be a folder: {_first_line(error)}. Choose another PATH."
@@ -105,7 +119,11 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
 
 
 def project_names(name: str) -> dict[str, str]:
-    """Return the variables of the templates: `name`, `package` (a Python identifier), `version` (of Trainwright)."""
+    """Return the variables of the templates: `name`, `package` (a Python identifier), `version` (of Trainwright).
+
+    Raises:
+        ConfigurationError: `name` has other characters than letters, digits, `.`, `-` and `_`.
+    """
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigurationError(
             f"--name {name!r} is not a project's name. Pass --name with letters, digits, '.', '-' and '_', and with a "
@@ -129,7 +147,8 @@ def render(template: Traversable, names: Mapping[str, str]) -> dict[PurePosixPat
             parts = (*parts[:-1], entry.name.removesuffix(_SUFFIX))
             content = environment.from_string(content.decode()).render(names).encode()
         parts = (*parts[:-1], _DOTFILES.get(parts[-1], parts[-1]))
-        files[PurePosixPath(*(environment.from_string(part).render(names) for part in parts))] = content
+        rendered_parts = [environment.from_string(part).render(names) for part in parts]
+        files[PurePosixPath(*rendered_parts)] = content
     return files
 
 
@@ -145,6 +164,7 @@ def _templates() -> Traversable:
 
 
 def _walk(folder: Traversable, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Traversable]]:
+    """Yield the path, as parts, and the entry of each file below a folder, without Python's caches."""
     for entry in folder.iterdir():
         if entry.name == "__pycache__" or entry.name.endswith(".pyc"):
             continue

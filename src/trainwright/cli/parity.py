@@ -25,7 +25,7 @@ from trainwright.core.registry import import_object
 if TYPE_CHECKING:
     from trainwright.cli.parity_tape import Comparison, Tape
 
-_SHOWN = 8  # number of differing values that are printed
+_MAX_LINES = 8  # differing values that are printed for each strategy
 # Arguments of the Trainer that are read from the configuration, because they affect a step.
 STEP_ARGUMENTS = (
     *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
@@ -51,7 +51,10 @@ def parity(argv: Sequence[str]) -> int:
     """Compare strategies; see `trainwright parity --help`.
 
     Returns:
-        0 if all results are equal, 1 if a strategy has other results or could not train.
+        The exit code: 0 if all results are equal, 1 if a strategy has other results or could not train.
+
+    Raises:
+        ConfigurationError: an option or an override is not valid, or a launcher has started several processes.
     """
     from trainwright.core.process import detect
 
@@ -74,7 +77,7 @@ def parity(argv: Sequence[str]) -> int:
         defaults["data"] = {"class_path": class_path(wanted.data)}
     strategies = _read_strategies(wanted.strategies)
     with tempfile.TemporaryDirectory(prefix="trainwright-parity-") as folder:
-        runs: list[Tape | str] = []
+        runs: list[Tape | str] = []  # a text is the error of a strategy that could not train
         for i, (label, strategy) in enumerate(strategies):
             plan = ParityPlan(
                 strategy=strategy,
@@ -86,7 +89,7 @@ def parity(argv: Sequence[str]) -> int:
                 assignments=line.assignments,
             )
             runs.append(_run(plan, label, Path(folder, f"{i}")))
-            if isinstance(runs[0], str):
+            if isinstance(runs[0], str):  # the reference
                 print(f"{label} could not train, so that there is no reference: {runs[0]}")
                 return 1
         return _report(runs, [label for label, _ in strategies], wanted)
@@ -131,7 +134,11 @@ def _bound(text: str) -> float:
 
 
 def class_path(text: str) -> str:
-    """Return the dotted path of `file.py:Class` or `package.module:Class`. Add the file's folder to `sys.path`."""
+    """Return the dotted path of `file.py:Class` or `package.module:Class`. Add the file's folder to `sys.path`.
+
+    Raises:
+        ConfigurationError: `text` has another form, or the file does not exist. The class is not imported.
+    """
     module, _, name = text.rpartition(":")
     if not module or not name:
         raise ConfigurationError(
@@ -158,7 +165,14 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
 
 
 def _read_strategies(text: str) -> list[tuple[str, str]]:
-    """Return the text of each strategy in the option, with the strategy's import path or registry name."""
+    """Return the text of each strategy in the option, with the strategy's import path or registry name.
+
+        "ddp,my.py:Mine,megatron:tp=2"
+        [("ddp", "ddp"), ("my.py:Mine", "my:Mine"), ("megatron:tp=2", "megatron:tp=2")]
+
+    Raises:
+        ConfigurationError: a name or an option is unknown, or there are fewer than two strategies.
+    """
     from trainwright.strategies.registry import STRATEGIES, make_strategy
 
     strategies = []
@@ -167,7 +181,8 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
         if "=" in label:
             make_strategy(label)  # raises an error with the nearest option
         elif ":" in label:
-            path = ":".join(class_path(label).rsplit(".", 1))
+            module, _, name = class_path(label).rpartition(".")
+            path = f"{module}:{name}"
         elif label != "auto":
             STRATEGIES.get(label)  # raises an error with the nearest name
         strategies.append((label, path))
@@ -196,6 +211,7 @@ def _run(plan: ParityPlan, label: str, folder: Path) -> Tape | str:
 
 
 def _report(runs: Sequence[Tape | str], labels: Sequence[str], wanted: argparse.Namespace) -> int:
+    """Compare the runs to the first one, print the results, and return the exit code. A text is a run's error."""
     from trainwright.cli.parity_tape import Tolerance, compare
 
     reference = runs[0]
@@ -215,13 +231,14 @@ def _report(runs: Sequence[Tape | str], labels: Sequence[str], wanted: argparse.
             continue
         if not result.equal:
             print(f"\n{label} differs from {reference.label} first in step {result.step}:")
-            print(*(f"  {difference.what}: {difference.text}" for difference in result.found[:_SHOWN]), sep="\n")
-        if len(result.found) > _SHOWN:
-            print(f"  and {len(result.found) - _SHOWN} more")
+            for difference in result.found[:_MAX_LINES]:
+                print(f"  {difference.what}: {difference.text}")
+        if len(result.found) > _MAX_LINES:
+            print(f"  and {len(result.found) - _MAX_LINES} more")
         for note in result.notes():
             print(f"  note ({label}): {note}")
     equal = all(not isinstance(result, str) and result.equal for result in compared)
-    return 0 if equal and num_steps else 1
+    return 0 if equal and num_steps else 1  # runs without a step show nothing
 
 
 def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) -> None:
@@ -249,7 +266,10 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
 
 
 def run_plan(folder: Path) -> int:
-    """Run the `ParityPlan` in a folder. Return 0. After an error, write `error.txt` into the folder and return 1."""
+    """Run the `ParityPlan` in a folder. Return 0. After an error, write `error.txt` into the folder and return 1.
+
+    A strategy with several processes runs this function in each of them.
+    """
     plan = ParityPlan(**json.loads((folder / "plan.json").read_text()))
     try:
         _record(plan, folder)
@@ -269,15 +289,17 @@ def _record(plan: ParityPlan, folder: Path) -> None:
 
     line = CommandLine(list(map(Path, plan.configs)), plan.assignments)
     parser, settings = read_settings("fit", line, defaults=plan.defaults)
-    given = settings.pop("trainer").as_dict()
-    if given.get("callbacks"):
+    configured = settings.pop("trainer").as_dict()
+    if configured.get("callbacks"):
         print("trainwright: note: the configuration's callbacks are not used in the comparison.", file=sys.stderr)
-    seed_everything(plan.seed)
+    seed_everything(plan.seed)  # before the task is built, because it draws its initial weights
     built = build(parser, settings)
     strategy, devices = load_strategy(plan)
-    tape = StepTape(folder, (given["accumulate_grad_batches"] or 1) * plan.devices, plan.seed)
+    # A strategy with one process takes as many micro-batches for a step as `plan.devices` processes together.
+    micro_batches = (configured["accumulate_grad_batches"] or 1) * plan.devices
+    tape = StepTape(folder, micro_batches, plan.seed)
     trainer = Trainer(
-        **{name: given[name] for name in STEP_ARGUMENTS},
+        **{name: configured[name] for name in STEP_ARGUMENTS},
         strategy=strategy,
         devices=devices,
         max_steps=plan.steps,
@@ -297,23 +319,30 @@ def _record(plan: ParityPlan, folder: Path) -> None:
 
 
 def load_strategy(plan: ParityPlan) -> tuple[Any, int]:
-    """Return the plan's strategy for the Trainer, and the number of processes: 1 if it is not distributed."""
+    """Return the plan's strategy for the Trainer, and the number of processes: 1 if it is not distributed.
+
+    Raises:
+        ConfigurationError: the plan names an object that is not a strategy and does not create one.
+    """
     from trainwright.strategies.registry import STRATEGIES, make_strategy
     from trainwright.strategies.strategy import Strategy
 
     name = plan.strategy
     if name == "auto":
         return name, plan.devices
+    strategy: Any
     if ":" in name and "=" in name:  # a name with options
-        made: Any = make_strategy(name)
+        strategy = make_strategy(name)
     else:
-        found = import_object(name) if ":" in name else STRATEGIES.get(name)
-        made = found() if callable(found) else found  # a class or a function, or a strategy
-    if not isinstance(made, Strategy):
+        strategy = import_object(name) if ":" in name else STRATEGIES.get(name)
+        if callable(strategy):  # a class, or a function that makes a strategy
+            strategy = strategy()
+    if not isinstance(strategy, Strategy):
         raise ConfigurationError(
-            f"--strategies {name}: a {type(made).__name__} is not a Strategy. Name a strategy, or its class."
+            f"--strategies {name}: a {type(strategy).__name__} is not a Strategy. Name a strategy, or its class."
         )
-    return made, plan.devices if made.is_distributed else 1
+    num_processes = plan.devices if strategy.is_distributed else 1
+    return strategy, num_processes
 
 
 if __name__ == "__main__":

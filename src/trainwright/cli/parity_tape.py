@@ -55,12 +55,12 @@ class StepRecord:
 class Tape:
     """Records of one run, which `StepTape` wrote into a folder."""
 
-    label: str
+    label: str  # the strategy as text, for messages
     folder: Path
-    task: str
+    task: str  # name of the task's class
     processes: int
-    precision: str
-    steps: list[StepRecord]  # the initial state first
+    precision: str  # such as `32-true`
+    steps: list[StepRecord]  # entry 0 is the initial state, without loss; entry 1 the first step
 
     @classmethod
     def read(cls, label: str, folder: Path) -> Self:
@@ -85,18 +85,23 @@ class StepTape(Callback):
 
     Before each micro-batch, all generators are seeded by the position of the micro-batch in the order over all ranks.
     Dropout then draws the same numbers for the same samples with any number of processes.
+
+    Args:
+        folder: folder of the run's `Tape`.
+        micro_batches: micro-batches of a step over all ranks.
+        seed: seed of the run.
     """
 
-    order = Order.FIRST
+    order = Order.FIRST  # so that the generators are seeded before another callback draws numbers
 
     def __init__(self, folder: Path, micro_batches: int, seed: int) -> None:
         self.folder = folder
         self.micro_batches = micro_batches
         self.seed = seed
-        self._num_steps = 0
-        self._record = StepRecord()
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._place = (0, 0)  # epoch, and index of the micro-batch in the order over all ranks
+        self._num_steps = 0  # completed steps
+        self._record = StepRecord()  # of the current step; of the initial state before the first step
+        self._gradients: dict[str, torch.Tensor] = {}  # of the current step, by `gradient/name`; main process only
+        self._place = (0, 0)  # epoch, and index of the micro-batch in the order over all ranks; set by `_seed`
 
     def setup(self, trainer: Any, task: TaskModule, stage: Stage) -> None:
         self._engine: Engine = trainer.strategy
@@ -128,7 +133,9 @@ class StepTape(Callback):
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
         self._record = StepRecord()
         self._gradients = {}
-        self._seed(trainer, group.first_idx)  # the task's transfer hooks may draw
+        # The transfer of the first micro-batch precedes `on_train_batch_start`, and the task's transfer hooks may draw
+        # random numbers.
+        self._seed(trainer, group.first_idx)
 
     def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
         self._seed(trainer, batch_idx)
@@ -137,8 +144,9 @@ class StepTape(Callback):
             self._record.data[f"{epoch}/{place}"] = _digest(batch)
 
     def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
+        # For the transfer of this reader's next micro-batch: with 2 readers, micro-batch 7 is followed by 9.
         epoch, place = self._place
-        self._seed_at(epoch, place + self._engine.data_ranks.num_readers)  # for the transfer of the next one
+        self._seed_at(epoch, place + self._engine.data_ranks.num_readers)
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         # By identity, because `==` of tensors compares their elements.
@@ -149,19 +157,22 @@ class StepTape(Callback):
                 names.add(plain_name(name))
         # All ranks gather the full gradients, and the main process stores them.
         for name, gradient in self._engine.state.full_gradients(keep=trainer.is_global_zero).items():
-            # An engine's own optimizer may hold other tensors than the task's.
-            if trainer.is_global_zero and (name in names or not names):
+            # An engine's own optimizer may hold other tensors than the task's. Without names, store all gradients.
+            is_stepped = name in names or not names
+            if trainer.is_global_zero and is_stepped:
                 self._gradients[f"{GRADIENT}/{name}"] = _stored(gradient)
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         self._num_steps += 1
-        loss = None if result.loss is None else float(result.loss)
-        all_ranks = self._engine.processes.gather_object((loss, self._record.data))
-        losses = [loss for loss, _ in all_ranks if loss is not None]
-        self._record.loss = sum(losses) / len(losses) if losses else None
+        own_loss = None if result.loss is None else float(result.loss)
+        all_ranks = self._engine.processes.gather_object((own_loss, self._record.data))
+        losses: list[float] = []
         self._record.data = {}
-        for _, data in all_ranks:
+        for loss, data in all_ranks:
+            if loss is not None:
+                losses.append(loss)
             self._record.data |= data
+        self._record.loss = sum(losses) / len(losses) if losses else None
         if result.grad_norm is not None:
             self._record.norm = float(result.grad_norm)
         elif self._gradients:
@@ -171,6 +182,7 @@ class StepTape(Callback):
         self._write(trainer)
 
     def _seed(self, trainer: Run, idx: int) -> None:
+        """Set `_place` to this reader's micro-batch `idx` of the epoch, and seed all generators for it."""
         # With 2 readers, micro-batch 3 of reader 1 is micro-batch 3 * 2 + 1 = 7 of the epoch.
         ranks = self._engine.data_ranks
         self._place = trainer.state.epoch, idx * ranks.num_readers + ranks.reader
@@ -191,14 +203,15 @@ class StepTape(Callback):
             tensors = {f"{PARAMETER}/{name}": _stored(tensor) for name, tensor in parameters.items()}
             stem = f"step-{self._num_steps:05}"
             write_safetensors(self.folder / f"{stem}.safetensors", {**tensors, **self._gradients})
+            # Last, because `Tape.read` looks for this file.
             (self.folder / f"{stem}.json").write_text(json.dumps(asdict(self._record)))
 
     def _compare_copies(self, parameters: Mapping[str, torch.Tensor]) -> list[list[Any]]:
         """Return the rank and the name of each parameter that differs from the parameter of rank 0. Collective."""
-        mine = {name: _digest(tensor) for name, tensor in parameters.items()}
-        all_ranks = self._engine.processes.gather_object(mine)
+        own_digests = {name: _digest(tensor) for name, tensor in parameters.items()}
+        all_ranks = self._engine.processes.gather_object(own_digests)
         copies: list[list[Any]] = []
-        for name in mine:
+        for name in own_digests:
             for rank, digests in enumerate(all_ranks):
                 if digests.get(name) != all_ranks[0][name]:
                     copies.append([rank, name])
@@ -206,6 +219,7 @@ class StepTape(Callback):
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU that safetensors can store: dense, and with a dtype that the format has."""
     dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return to_storable(dense.detach())[0].cpu().clone()
 
@@ -272,9 +286,10 @@ class Comparison:
     reference: Tape
     other: Tape
     tolerance: Tolerance
-    step: int = 0  # the last compared step: the first one that differs; 0 is the initial state
+    step: int = 0  # the last compared step, and the first one that differs if `found` is not empty; 0: initial state
     found: list[Difference] = field(default_factory=list)  # differences of that step, in the order of computation
-    worst: dict[str, float] = field(default_factory=dict)  # kind → greatest relative difference
+    # Kind → greatest relative difference over all compared steps. A kind that was not compared is missing.
+    worst: dict[str, float] = field(default_factory=dict)
     other_data: list[str] = field(default_factory=list)  # "epoch/micro-batch" with other values
     # Parameter → elements whose gradients are within the tolerance of zero and not equal. They are not compared: an
     # optimizer that divides a gradient by its size, as Adam does, makes full steps of such rounding noise.
@@ -302,102 +317,111 @@ class Comparison:
     def compare_step(self, step: int) -> None:
         """Compare one step, in the order of computation. Add its differences to `found`."""
         self.step = step
-        mine = self.reference.steps[step]
+        reference = self.reference.steps[step]
         other = self.other.steps[step]
-        shared = mine.data.keys() & other.data.keys()
-        self.other_data += sorted(place for place in shared if mine.data[place] != other.data[place])
+        shared = reference.data.keys() & other.data.keys()
+        self.other_data += sorted(place for place in shared if reference.data[place] != other.data[place])
         # A step computes its loss, gradients, their norm and then its parameters: the first difference is the cause.
-        self._compare_numbers(LOSS, mine.loss, other.loss)
+        # Gradients come before parameters also because they determine which elements of the parameters are compared.
+        self._compare_numbers(LOSS, reference.loss, other.loss)
         self._compare_gradients(self.reference.tensors(step, GRADIENT), self.other.tensors(step, GRADIENT))
-        self._compare_numbers(NORM, mine.norm, other.norm)
+        self._compare_numbers(NORM, reference.norm, other.norm)
         self._compare_parameters(self.reference.tensors(step, PARAMETER), self.other.tensors(step, PARAMETER))
         for rank, name in other.copies:
             self.found.append(Difference(COPY, name, f"rank {rank}'s copy is not rank 0's"))
 
-    def _compare_numbers(self, kind: str, mine: float | None, other: float | None) -> None:
-        if mine is not None and other is not None:
-            self._compare(kind, "", torch.tensor(mine), torch.tensor(other))
+    def _compare_numbers(self, kind: str, reference: float | None, other: float | None) -> None:
+        if reference is not None and other is not None:
+            self._compare(kind, "", torch.tensor(reference), torch.tensor(other))
 
-    def _compare_gradients(self, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-        if not ours or not theirs:
+    def _compare_gradients(self, references: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+        """Compare gradients by name, and add elements that are only noise to `noise`."""
+        if not references or not others:
             return  # an engine does not expose them
-        for name in dict.fromkeys([*ours, *theirs]):
+        for name in dict.fromkeys([*references, *others]):
             # An unused parameter may have no gradient, or one of zeros.
-            mine = ours[name] if name in ours else torch.zeros_like(theirs[name])
-            other = theirs[name] if name in theirs else torch.zeros_like(mine)
-            if self._compare(GRADIENT, name, mine, other):
-                noise = (mine != other) & (mine.abs() <= self.tolerance.bound(mine))
+            reference = references[name] if name in references else torch.zeros_like(others[name])
+            other = others[name] if name in others else torch.zeros_like(reference)
+            if self._compare(GRADIENT, name, reference, other):
+                noise = (reference != other) & (reference.abs() <= self.tolerance.bound(reference))
                 if name in self.noise:  # a parameter keeps the noise of earlier steps
                     noise = self.noise[name] | noise
                 self.noise[name] = noise
 
-    def _compare_parameters(self, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-        for name in dict.fromkeys([*ours, *theirs]):
-            if name not in ours or name not in theirs:
-                without = self.other if name in ours else self.reference
+    def _compare_parameters(self, references: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+        """Compare parameters by name, without the elements in `noise`."""
+        for name in dict.fromkeys([*references, *others]):
+            if name not in references or name not in others:
+                without = self.other if name in references else self.reference
                 self.found.append(Difference(PARAMETER, name, f"{without.label} has none"))
                 continue
-            mine = ours[name]
-            other = theirs[name]
-            if name in self.noise and self.noise[name].shape == mine.shape == other.shape:
-                other = torch.where(self.noise[name], mine, other)
-            self._compare(PARAMETER, name, mine, other)
+            reference = references[name]
+            other = others[name]
+            if name in self.noise and self.noise[name].shape == reference.shape == other.shape:
+                other = torch.where(self.noise[name], reference, other)
+            self._compare(PARAMETER, name, reference, other)
 
-    def _compare(self, kind: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> bool:
+    def _compare(self, kind: str, name: str, reference: torch.Tensor, other: torch.Tensor) -> bool:
         """Compare two tensors and record a difference; return whether they are equal within the tolerance."""
-        ours = self.reference.label
-        theirs = self.other.label
-        if mine.shape != other.shape:
-            text = f"its shape is {tuple(mine.shape)} under {ours}, {tuple(other.shape)} under {theirs}"
+        label = self.reference.label
+        other_label = self.other.label
+        if reference.shape != other.shape:
+            text = f"its shape is {tuple(reference.shape)} under {label}, {tuple(other.shape)} under {other_label}"
             self.found.append(Difference(kind, name, text))
             return False
-        mine = mine.double()
+        reference = reference.double()
         other = other.double()
-        gaps = _gaps(mine, other)
-        gap = float(gaps.max()) if gaps.numel() else 0.0
-        bound = self.tolerance.bound(mine)
-        largest = _largest(mine)
+        differences = _absolute_differences(reference, other)
+        greatest = float(differences.max()) if differences.numel() else 0.0
+        bound = self.tolerance.bound(reference)
+        largest = _largest(reference)
         if largest:
-            relative = gap / largest
+            relative = greatest / largest
         else:
-            relative = math.inf if gap else 0.0
-        if gap > bound or largest > self.tolerance.atol:  # otherwise both are close to zero
+            relative = math.inf if greatest else 0.0
+        if greatest > bound or largest > self.tolerance.atol:  # otherwise both are close to zero
             self.worst[kind] = max(self.worst.get(kind, 0.0), relative)
         self.worst.setdefault(kind, 0.0)
-        if gap <= bound:
+        if greatest <= bound:
             return True
-        index = tuple(int(i) for i in torch.unravel_index(gaps.argmax(), gaps.shape))
-        where = f" at {list(index)}" if index else ""
+        index = tuple(int(i) for i in torch.unravel_index(differences.argmax(), differences.shape))
+        where = f" at {list(index)}" if index else ""  # a number, such as the loss, has no index
         text = (
-            f"{ours} {float(mine[index]):.8g}, {theirs} {float(other[index]):.8g}{where}; "
-            f"greatest difference {gap:.3g} (relative {relative:.3g}), allowed {bound:.3g}"
+            f"{label} {float(reference[index]):.8g}, {other_label} {float(other[index]):.8g}{where}; "
+            f"greatest difference {greatest:.3g} (relative {relative:.3g}), allowed {bound:.3g}"
         )
         self.found.append(Difference(kind, name, text))
         return False
 
 
 def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
-    """Compare two runs until the first step in which they differ. Reads the tensors of one step at a time."""
+    """Compare two runs until the first step in which they differ. Reads the tensors of one step at a time.
+
+    If all common steps are equal, and one run has fewer steps, the loss of its first missing step counts as different.
+    """
     result = Comparison(reference, other, tolerance)
     for step in range(min(len(reference.steps), len(other.steps))):
         result.compare_step(step)
         if result.found:
             return result
     # The initial state is not a step.
-    ours = len(reference.steps) - 1
-    theirs = len(other.steps) - 1
-    if ours != theirs:
+    num_steps = len(reference.steps) - 1
+    num_other = len(other.steps) - 1
+    if num_steps != num_other:
         result.step += 1
-        result.found.append(Difference(LOSS, "", f"{reference.label} made {ours} step(s), {other.label} {theirs}"))
+        text = f"{reference.label} made {num_steps} step(s), {other.label} {num_other}"
+        result.found.append(Difference(LOSS, "", text))
     return result
 
 
-def _gaps(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _absolute_differences(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return absolute differences: 0 for equal infinities or two NaNs, huge or infinite if only one value is finite."""
-    same = (mine == other) | (mine.isnan() & other.isnan())
-    return torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf))
+    same = (reference == other) | (reference.isnan() & other.isnan())
+    # infinity - 1 is infinity, which `nan_to_num` replaces by the largest number of the dtype. NaN becomes infinity.
+    return torch.where(same, 0.0, (reference - other).abs().nan_to_num(math.inf))
 
 
 def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest absolute finite element, or 0 without any."""
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0

@@ -51,10 +51,16 @@ _UNEVEN = 3.0
 
 
 class _Gather(Callback):
-    """Callback that gathers the results of all ranks and the values for the advice at the end of training."""
+    """Callback that gathers the results of all ranks and the values for the advice at the end of training.
+
+    Attributes:
+        losses: losses of this rank, also of warm-up steps.
+        ranks: the result of `StepPartsProfiler` for each rank. Empty until training ends.
+        facts: settings, on which the advice depends. Empty until training ends.
+    """
 
     def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []  # of this rank, also of warm-up steps
+        self.losses: list[torch.Tensor] = []
         self.ranks: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
 
@@ -74,7 +80,7 @@ class _Gather(Callback):
             "accumulate": trainer.settings.accumulate_grad_batches,
             "compile": bool(arguments.compile),
             "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),
-            "unfused": None,
+            "unfused": None,  # class of an optimizer that can be fused and is not
         }
         for name in _LOADER_FACTS:
             self.facts[name] = getattr(trainer.train_dataloader, name, None)  # None: a loader of another class
@@ -95,7 +101,12 @@ class _NoLogger(Logger):
 
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Return advice for the longest part of a step, and other parts of at least 20 %. `facts` are `_Gather.facts`."""
+    """Return advice for the longest part of a step, other parts of at least 20 %, and a step of less than 2 ms.
+
+    Args:
+        result: result of `StepPartsProfiler` for one rank.
+        facts: `_Gather.facts`.
+    """
     step_ms = result["step_ms"]
     texts: list[str] = []
     ranked = sorted(result["parts"].items(), key=lambda item: item[1], reverse=True)
@@ -179,7 +190,10 @@ def profile(argv: Sequence[str]) -> int:
     """Train a few steps, and print the time of each part of a step; see `trainwright profile --help`.
 
     Returns:
-        0, or 130 after Ctrl-C.
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ConfigurationError: an option or the configuration is not valid, or training ends within the warm-up steps.
     """
     from trainwright.cli.configs.overrides import read_command_line
     from trainwright.cli.configs.parsing import build, listed
@@ -215,7 +229,7 @@ def profile(argv: Sequence[str]) -> int:
     vars(task)["configure_callbacks"] = lambda: _profiled(listed(task_callbacks()))
     trainer.callbacks = [*_profiled(trainer.callbacks), gather]
     trainer.max_steps = wanted.warmup + wanted.steps + traced
-    path = settings.ckpt_path
+    path = settings.ckpt_path  # only the weights are loaded, so that the steps are those of a new run
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
         trainer.fit(task, datamodule=built.data, ckpt_path=path, load_weights_only=bool(path))
     if trainer.interrupted:
@@ -241,7 +255,7 @@ def _profiled(callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names of remedies after `--apply`, and the other arguments."""
+    """Return the names of remedies after `--apply`, and the other arguments: `--apply fused bf16 task.lr=0.1`."""
     if "--apply" not in argv:
         return [], list(argv)
     end = list(argv).index("--apply") + 1
@@ -273,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
+    """Print the times of the parts and the advice. With `--json`, print the numbers that `--apply` reads."""
     main = gather.ranks[0]
     if not main["steps"]:
         raise ConfigurationError(f"training ended within {wanted.warmup} warm-up steps: lower --warmup.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,9 @@ from trainwright.checkpoint.disk.low_priority_thread import usable_cores
 _EXACT = 1e-3
 _ROUNDED = 5e-2
 _MOST_WORKERS = 32
+
+
+# Each of these returns the value to try after the current value, or None if there is none.
 
 
 def _turned_on(value: object) -> Any:
@@ -27,7 +30,7 @@ def _doubled(default: int) -> Callable[[int | None], int]:
 
 
 def _more_workers(workers: int | None) -> int | None:
-    workers = workers or 1  # 0 and 1 are followed by 2
+    workers = workers or 1  # 0, 1 and no value are followed by 2
     return 2 * workers if workers < _MOST_WORKERS else None
 
 
@@ -46,11 +49,12 @@ class Remedy:
     Attributes:
         section: `trainer`, `task` or `data`; `environment` for a variable, which a configuration cannot set.
         argument: the argument's name. In `task` and `data`, arguments of nested classes are found, too.
-        following: function that returns the value to try after the current value, or None if there is none.
-        tolerance: largest relative difference of losses. None does not compare losses, and `--apply` must name the
-            remedy.
-        climbs: after a gain, also try the next value.
-        needs: another argument of the section, which must be set.
+        following: function that returns the value to try after the current value, or None if there is none. Default:
+            True follows a value that is not set or False.
+        tolerance: largest relative difference of losses. Default: 1e-3. None does not compare losses. Such a remedy
+            changes training, and is only proposed unless `--apply` names it.
+        climbs: after a gain, also try the next value. Default: False.
+        needs: another argument of the section, which must be set. Default: an empty text, which is none.
     """
 
     section: str
@@ -59,6 +63,18 @@ class Remedy:
     tolerance: float | None = _EXACT
     climbs: bool = False
     needs: str = ""
+
+
+class Change(NamedTuple):
+    """Overrides to try: `["data.num_workers=2"]`.
+
+    Attributes:
+        words: the overrides. Those of `threads` are alternatives, all others are tried together.
+        sizes: batch sizes before and after, in samples. `(1, 1)` for changes that keep the batch size.
+    """
+
+    words: list[str]
+    sizes: tuple[int, int] = (1, 1)
 
 
 # Tried in this order, each together with the remedies kept so far. `regional` comes before `compile`, which also
@@ -84,26 +100,28 @@ REMEDIES = {
 def arguments(config: Mapping[str, Any], remedy: Remedy) -> dict[str, Any]:
     """Return the dotted keys and values of a remedy's argument in a configuration with all defaults."""
     nested = remedy.section != "trainer"
-    found: dict[str, Any] = {}
-    for key, value in _leaves(config.get(remedy.section)):
+    values: dict[str, Any] = {}
+    for key, value in _items(config.get(remedy.section)):
         if key == remedy.argument or (nested and key.endswith(f".{remedy.argument}")):
-            found[f"{remedy.section}.{key}"] = value
-    return found
+            values[f"{remedy.section}.{key}"] = value
+    return values
 
 
-def _leaves(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _items(node: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each dotted key and value of nested mappings. A mapping is yielded, too, before its own keys."""
     if not isinstance(node, dict):
         return
     for key, value in node.items():
         yield f"{prefix}{key}", value
-        yield from _leaves(value, f"{prefix}{key}.")
+        yield from _items(value, f"{prefix}{key}.")
 
 
-def change(config: Mapping[str, Any], name: str) -> tuple[list[str], tuple[int, int]] | str:
-    """Return the next overrides of a remedy and the batch sizes before and after, or the reason why there are none.
+def change(config: Mapping[str, Any], name: str) -> Change | str:
+    """Return the next change of a remedy, or the reason, as text, why it cannot be tried.
 
-    For `threads`, each override is an alternative.
+    Args:
+        config: the configuration with all defaults and the kept overrides.
+        name: a key of `REMEDIES`.
     """
     remedy = REMEDIES[name]
     if name == "threads":
@@ -115,23 +133,27 @@ def change(config: Mapping[str, Any], name: str) -> tuple[list[str], tuple[int, 
         return "not tried: this machine has no GPU"
     if remedy.needs and not any(arguments(config, Remedy(remedy.section, remedy.needs)).values()):
         return f"not tried: {remedy.needs} is not set"
-    following = {key: remedy.following(value) for key, value in current.items()}
-    following = {key: value for key, value in following.items() if value is not None}
+    following: dict[str, Any] = {}
+    for key, value in current.items():
+        next_value = remedy.following(value)
+        if next_value is not None:
+            following[key] = next_value
     if not following:
         return f"not tried: it is {next(iter(current.values()))} already"
     # Overrides are YAML. JSON writes true for True; a text needs no quotes.
     words = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in following.items()]
     if name != "batch_size":
-        return words, (1, 1)
+        return Change(words)
+    # Several batch sizes, such as those of a loader for each stage, are doubled together: the first one is enough.
     key, size = next(iter(following.items()))
-    return words, (current[key], size)
+    return Change(words, (current[key], size))
 
 
-def _thread_changes(variable: str) -> tuple[list[str], tuple[int, int]] | str:
-    """Return half and double of the present number of threads as alternatives."""
+def _thread_changes(variable: str) -> Change | str:
+    """Return half and double of the current number of threads as alternatives."""
     threads = torch.get_num_threads()
     cores = usable_cores()
     words = [f"{variable}={number}" for number in (threads // 2, 2 * threads) if 1 <= number <= cores]
     if not words:
         return f"not tried: {threads} of {cores} cores have no half and no double"
-    return words, (1, 1)
+    return Change(words)

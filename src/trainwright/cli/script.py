@@ -29,8 +29,17 @@ if TYPE_CHECKING:
     from trainwright.cli.configs.cli_parser import CLIParser
 
 _USAGE_ERROR = 2  # as in argparse
-_GIVEN_BY_CLI = ("self", "task", "model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")
-_SEEDS = 2**32
+# Arguments of the Trainer's stages that are objects, which the CLI builds and passes.
+_PASSED_BY_CLI = ("self", "task", "model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")
+_NUM_SEEDS = 2**32
+
+
+class _StageRequest(NamedTuple):
+    """Stage to run, with its settings."""
+
+    name: str
+    words: list[str]  # the arguments after the stage
+    config: dict[str, Any]  # the stage's settings in a mapping, or in files that are named before the stage
 
 
 class CLI:
@@ -104,6 +113,8 @@ class CLI:
         self.subclass_mode_data = subclass_mode_data or datamodule_class is None
         self.auto_configure_optimizers = auto_configure_optimizers
         self.subcommand: str | None = None
+        # `_read` also sets `parser`, `config`, `_settings` (class paths) and `_stage_arguments` (names of the arguments
+        # of the stage's method). `instantiate_classes` sets `_built`: `_settings` with objects instead of class paths.
         try:
             self._read(args, run)
         except ConfigurationError as error:
@@ -131,7 +142,7 @@ class CLI:
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the names of the stages, each with the arguments of the Trainer's method that are not settings."""
-        return {name: set(_GIVEN_BY_CLI) for name in ("fit", "validate", "test", "predict")}
+        return {name: set(_PASSED_BY_CLI) for name in ("fit", "validate", "test", "predict")}
 
     @staticmethod
     def configure_optimizers(task: TaskModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
@@ -181,7 +192,10 @@ class CLI:
         else:
             words = list(sys.argv[1:] if args is None else args)
         if run:
-            self.subcommand, words, config = self._take_stage(words, config)
+            request = self._take_stage(words, config)
+            self.subcommand = request.name
+            words = request.words
+            config = request.config
         self.parser = self._make_parser()
         line = read_command_line(words)
         # Files after the stage override those before it.
@@ -189,39 +203,46 @@ class CLI:
         self._settings = self._parse(config, line)
         self.config = self._below_stage(self._settings)
 
-    def _take_stage(self, words: list[str], config: dict[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
-        """Return the stage, the arguments after it, and the settings of files that are named before it.
+    def _take_stage(self, words: list[str], config: dict[str, Any]) -> _StageRequest:
+        """Return the stage that the command line names, or that a mapping or a file contains.
 
-        Such a file has the settings of a stage under its name: `fit: {trainer: …}`. If it has the settings of only one
-        stage, the command line need not name the stage.
+        `script.py --config all.yaml fit --trainer.max_epochs 3`: a file before the stage has the settings of each stage
+        under its name, as in `fit: {trainer: …}`. If it has the settings of only one stage, the command line need not
+        name the stage.
+
+        Args:
+            words: the command line. Empty for a mapping.
+            config: a mapping instead of a command line. Empty for a command line. A mapping names the stage with
+                `subcommand`, or the first stage with settings is run.
         """
         names = list(self.subcommands())
         stage: str | None = None
-        if config and not words:  # a mapping instead of a command line
+        if config and not words:
             stage = config.pop("subcommand", None) or next((name for name in names if name in config), None)
         else:
             index = next((i for i, word in enumerate(words) if word in names), len(words))
-            before = words[:index]
+            words_before = words[:index]
             words = words[index:]
-            if "-h" in before or "--help" in before:
+            if "-h" in words_before or "--help" in words_before:
                 print(f"usage: {Path(sys.argv[0]).name} [--config FILE] {{{','.join(names)}}} [ARGUMENTS]")
                 raise SystemExit(0)
             if words:
                 stage = words.pop(0)
-            elif not before or not before[0].startswith("-"):  # a misspelled stage, or nothing
+            elif not words_before or not words_before[0].startswith("-"):  # nothing, or a misspelled stage
                 raise ConfigurationError(
-                    f"name the stage to run: {', '.join(names)}.{nearest(''.join(before[:1]), names)}"
+                    f"name the stage to run: {', '.join(names)}.{nearest(''.join(words_before[:1]), names)}"
                 )
-            config = read_configs(read_command_line(before).configs)
-            in_file = [name for name in names if name in config]
-            if stage is None and len(in_file) == 1:
-                stage = in_file[0]
+            config = read_configs(read_command_line(words_before).configs)
+            in_files = [name for name in names if name in config]
+            if stage is None and len(in_files) == 1:
+                stage = in_files[0]
         if stage not in names:
             raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(stage or '', names)}")
-        of_stage = config.get(stage)
-        return stage, words, dict(of_stage) if isinstance(of_stage, Mapping) else {}
+        stage_config = config.get(stage)
+        return _StageRequest(stage, words, dict(stage_config) if isinstance(stage_config, Mapping) else {})
 
     def _make_parser(self) -> Any:
+        """Build the parser, with the arguments of the stage `subcommand`. Set `_stage_arguments`."""
         stages = self.subcommands()
         options = {key: value for key, value in self.parser_kwargs.items() if key not in stages}
         options |= self.parser_kwargs.get(self.subcommand or "", {})
@@ -267,6 +288,7 @@ class CLI:
         parser.add_lightning_class_args(data, "data", self.subclass_mode_data, required=False)
 
     def _add_stage(self, parser: CLIParser, stage: str) -> list[str]:
+        """Add the arguments of the stage's method, except for objects. Return their names: `["ckpt_path", …]`."""
         cls = class_of(self.trainer_class)
         parameters = set(inspect.signature(getattr(cls, stage)).parameters) - {"self"}
         skip = self.subcommands()[stage] & parameters
@@ -276,23 +298,33 @@ class CLI:
         return added
 
     def _parse(self, config: dict[str, Any], line: CommandLine) -> Any:
-        tops = {action.dest.partition(".")[0]: None for action in self.parser._actions}
-        known = [key for key in tops if key not in ("help", "print_config", "config")]
-        for stage in self.subcommands():  # one file for every stage
+        """Return the settings as a namespace of jsonargparse, with class paths instead of objects.
+
+        Args:
+            config: the settings of the files. Arguments of other stages are removed from it.
+            line: the command line. Its settings override `config`.
+        """
+        # `trainer.max_epochs` and `trainer.devices` have the top key `trainer`.
+        top_keys = dict.fromkeys(action.dest.partition(".")[0] for action in self.parser._actions)
+        known = [key for key in top_keys if key not in ("help", "print_config", "config")]
+        # One file may be used for all stages: `verbose` of `validate` is not an error in `fit`.
+        for stage in self.subcommands():
             for name in inspect.signature(getattr(class_of(self.trainer_class), stage)).parameters:
-                if name not in known and name not in _GIVEN_BY_CLI:
+                if name not in known and name not in _PASSED_BY_CLI:
                     config.pop(name, None)
-        fixed: dict[str, type] = {}  # a function instead of a class has no class path
+        # Classes that the configuration cannot replace. A function instead of a class has no class path.
+        fixed_classes: dict[str, type] = {}
         if not self.subclass_mode_model and isinstance(self.model_class, type):
-            fixed["model"] = self.model_class
+            fixed_classes["model"] = self.model_class
         if not self.subclass_mode_data and isinstance(self.datamodule_class, type):
-            fixed["data"] = self.datamodule_class
-        settings = parse(self.parser, config, line, known=known, classes=fixed)
+            fixed_classes["data"] = self.datamodule_class
+        settings = parse(self.parser, config, line, known=known, classes=fixed_classes)
         if settings.get("model") is None and self.subclass_mode_model:
             raise ConfigurationError("no model is configured. Name it: --model=module.Class, or model: in --config.")
         return settings
 
     def _below_stage(self, settings: object) -> Any:
+        """Return settings under the stage's name, as Lightning's CLI stores them, or unchanged with `run=False`."""
         from jsonargparse import Namespace
 
         if self.subcommand is None:
@@ -300,11 +332,12 @@ class CLI:
         return Namespace(subcommand=self.subcommand, **{self.subcommand: settings})  # type: ignore[no-untyped-call]  # jsonargparse has no types here
 
     def _seed(self) -> None:
+        """Seed all generators. Called before anything is built, because models draw their initial weights."""
         seed = self._settings.seed_everything
         if seed is False:
             return
         if seed is True:
-            seed = random.randrange(_SEEDS)
+            seed = random.randrange(_NUM_SEEDS)
         self._settings.seed_everything = seed  # saved with the settings
         seed_everything(seed, workers=True)
 
@@ -322,7 +355,9 @@ class CLI:
         """Set the task's `configure_optimizers` if the configuration defines an optimizer."""
         if not self.auto_configure_optimizers:
             return
-        optimizer, schedule = (_ClassRecipe.of(group, self._built, self._settings) for group in self.parser.automatic())
+        optimizer_group, schedule_group = self.parser.automatic()
+        optimizer = _ClassRecipe.of(optimizer_group, self._built, self._settings)
+        schedule = _ClassRecipe.of(schedule_group, self._built, self._settings)
         if optimizer is None:
             return
         if overrides(self.model, "configure_optimizers", TaskModule):
@@ -340,10 +375,10 @@ class CLI:
         if stage is None:
             return
         # A sub-class may define `before_fit`, `after_fit`, and `fit` itself.
-        before = getattr(self, f"before_{stage}", None)
-        after = getattr(self, f"after_{stage}", None)
-        if before is not None:
-            before()
+        before_stage = getattr(self, f"before_{stage}", None)
+        after_stage = getattr(self, f"after_{stage}", None)
+        if before_stage is not None:
+            before_stage()
         arguments = {name: self._built[name] for name in self._stage_arguments}
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
@@ -352,35 +387,39 @@ class CLI:
             method(model=self.model, **arguments)
         else:
             getattr(self.trainer, stage)(self.model, **arguments)
-        if after is not None:
-            after()
+        if after_stage is not None:
+            after_stage()
 
 
 class _ClassRecipe(NamedTuple):
-    """Recipe for an optimizer or a schedule: a class path and its arguments."""
+    """Recipe for an optimizer or a schedule: a class path and its arguments, without the parameters or the optimizer.
+
+    They are created later, when the task's `configure_optimizers` is called.
+    """
 
     path: str
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, group: tuple[str, Any] | None, built: Any, given: Any) -> _ClassRecipe | None:
-        """Return the recipe of a group of arguments, or None if the group is empty.
+    def of(cls, group: tuple[str, Any] | None, built: Any, settings: Any) -> _ClassRecipe | None:
+        """Return the recipe of a group of arguments. None without a group, or if the configuration does not set it.
 
         Args:
-            group: key of the arguments, and their class or base classes.
+            group: key of the arguments, and their class, or a tuple of the base classes of a class path.
             built: the settings with objects instead of class paths.
-            given: the settings with class paths, because jsonargparse omits `dict_kwargs` in `built`.
+            settings: the settings with class paths, because jsonargparse omits `dict_kwargs` in `built`.
         """
         if group is None:
             return None
         key, base = group
-        settings = built.get(key)
-        if settings is None:
+        values = built.get(key)
+        if values is None:
             return None
-        if not isinstance(base, tuple):
-            return cls(f"{base.__module__}.{base.__qualname__}", _as_dict(settings))
-        options = _as_dict(settings.get("init_args")) | _as_dict(given[key].get("dict_kwargs"))
-        return cls(settings["class_path"], options)
+        if not isinstance(base, tuple):  # the arguments of one class: `optimizer: {lr: 0.1}`
+            return cls(f"{base.__module__}.{base.__qualname__}", _as_dict(values))
+        # `optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}`
+        arguments = _as_dict(values.get("init_args")) | _as_dict(settings[key].get("dict_kwargs"))
+        return cls(values["class_path"], arguments)
 
     def make(self, argument: str, value: object) -> Any:
         """Create an optimizer from parameters, or a schedule from an optimizer.
@@ -419,6 +458,7 @@ def _as_dict(settings: object) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
+    """Return whether YAML can represent a value, so that it can be a default of the parser."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Print the plan of a fit; see `trainwright plan --help`."""
+    """Print the plan of a fit; see `trainwright plan --help`. Call it on every rank. The main process prints.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigurationError: the command line or a configuration file is not valid.
+    """
     from trainwright.cli.configs.overrides import read_command_line
     from trainwright.cli.configs.parsing import build
     from trainwright.cli.fit import LOADING, check_checkpoint, read_settings
@@ -36,39 +43,44 @@ def plan(argv: Sequence[str]) -> int:
             seed_everything(settings.seed_everything)
         built = build(parser, settings)
         loading = {name: settings[name] for name in LOADING}
-        found = built.trainer.plan(
+        run_plan = built.trainer.plan(
             built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, setup_data=wanted.setup_data, **loading
         )
+    # The Trainer records "argument" or "default" as the source. Name the file or the command line instead.
     sources = _sources(line)
-    named = {
-        name: replace(each, source=sources[name])
-        if name in sources and each.source in ("default", "argument")
-        else each
-        for name, each in found.settings.items()
-    }
-    if named["seed"].value is None and settings.seed_everything is not None:
+    planned: dict[str, PlannedSetting] = {}
+    for name, setting in run_plan.settings.items():
+        if name in sources and setting.source in ("default", "argument"):
+            setting = replace(setting, source=sources[name])
+        planned[name] = setting
+    if planned["seed"].value is None and settings.seed_everything is not None:
         source = sources.get("seed_everything", "the configuration")
-        named["seed"] = PlannedSetting(settings.seed_everything, f"seed_everything of {source}")
-    found = replace(found, settings=named)
+        planned["seed"] = PlannedSetting(settings.seed_everything, f"seed_everything of {source}")
+    run_plan = replace(run_plan, settings=planned)
     if detect(settings.trainer.get("launcher") or "auto").rank == 0:
-        print(json.dumps(found.to_dict(), indent=2) if wanted.json else visible(str(found)))
+        print(json.dumps(run_plan.to_dict(), indent=2) if wanted.json else visible(str(run_plan)))
     return 0
 
 
 def _sources(line: CommandLine) -> dict[str, str]:
-    """Return the source of each configured argument of the Trainer and each section: a file or `"command line"`."""
+    """Return the source of each configured argument of the Trainer and each section: a file or `"command line"`.
+
+    `plan config.yaml trainer.max_epochs=3` gives `"max_epochs": "command line"`, and `"task": "config.yaml"` for a
+    section of the file.
+    """
     from trainwright.cli.configs.overrides import read_configs
 
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for path in line.configs:
         if path.is_file():  # the output of a command can be read only once
-            given = read_configs([path])
-            found |= dict.fromkeys((*given, *(given.get("trainer") or {})), str(path))
+            config = read_configs([path])
+            sources |= dict.fromkeys((*config, *(config.get("trainer") or {})), str(path))
     for key, _ in line.assignments:
         section, _, name = key.partition(".")
-        of_trainer = section == "trainer" and name
-        found[name.partition(".")[0].rstrip("+") if of_trainer else section] = "command line"
-    return found
+        if section == "trainer" and name:
+            section = name.partition(".")[0].rstrip("+")  # `trainer.callbacks+` sets `callbacks`
+        sources[section] = "command line"
+    return sources
 
 
 def _parser() -> argparse.ArgumentParser:

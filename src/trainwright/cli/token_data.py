@@ -11,7 +11,14 @@ from trainwright.cli.main import check_subcommand
 
 
 def data(argv: Sequence[str]) -> int:
-    """Run `trainwright data tokenize` or `trainwright data show`."""
+    """Run `trainwright data tokenize` or `trainwright data show`; see `trainwright data --help`.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigurationError: an option is not valid, or a file cannot be read.
+    """
     parser = argparse.ArgumentParser(prog="trainwright data", description="Files of tokens for language models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     write = commands.add_parser("tokenize", help="write the tokens of texts to a file", allow_abbrev=False)
@@ -47,9 +54,9 @@ def data(argv: Sequence[str]) -> int:
 def _tokenize(options: argparse.Namespace) -> int:
     from trainwright.data.tokens.tokenize import load_tokenizer, tokenize_files
 
-    add_project_to_import_path()
+    add_project_to_import_path()  # the tokenizer may be a function of the project
     tokenizer = load_tokenizer(options.tokenizer, vocab_size=options.vocab_size, eod=options.eod)
-    found = tokenize_files(
+    file = tokenize_files(
         options.inputs,
         options.output,
         tokenizer,
@@ -57,7 +64,7 @@ def _tokenize(options: argparse.Namespace) -> int:
         documents=options.documents,
         num_processes=options.processes,
     )
-    _print(found)
+    _print(file)
     return 0
 
 
@@ -65,13 +72,13 @@ def _show(options: argparse.Namespace) -> int:
     from trainwright.core.errors import ConfigurationError
     from trainwright.data.tokens.token_file import TokenFile
 
-    found = TokenFile(options.file)
+    file = TokenFile(options.file)
     if options.document is None:
-        _print(found)
-    elif 0 <= options.document < len(found):
-        print(*found[options.document].tolist())
+        _print(file)
+    elif 0 <= options.document < len(file):
+        print(*file[options.document].tolist())
     else:
-        raise ConfigurationError(f"--document {options.document}: {found.path} has documents 0 to {len(found) - 1}.")
+        raise ConfigurationError(f"--document {options.document}: {file.path} has documents 0 to {len(file) - 1}.")
     return 0
 
 

@@ -53,10 +53,12 @@ class TriedChange:
         kept: the change is part of all later trials and of the written configuration.
         before: milliseconds of a step, or samples per second if the batch size changes, without the change.
         after: the same with the change.
-        gain: saved percentage of a step's time.
+        gain: saved percentage of a step's time, for equal numbers of samples. Negative for a slower step.
         losses: largest relative difference of losses. None if losses are not compared.
         unit: unit of `before` and `after`: `ms` or `/s`.
-        proposed: the change saves time, but the user must apply it.
+        proposed: the change saves time, but the user must apply it. `kept` is False.
+
+    A change that is not tried, or whose trials fail, has no times.
     """
 
     remedy: str
@@ -89,7 +91,8 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Return the maximum, or NaN if any value is NaN."""
+    """Return the maximum, 0 without values, or NaN if any value is NaN."""
+    # (True, nan) is greater than each (False, number). Comparisons with NaN itself depend on the order of the values.
     return max(values, default=0.0, key=lambda value: (math.isnan(value), value))
 
 
@@ -111,16 +114,17 @@ def judge(
         tolerance: largest relative difference of losses. None does not compare losses.
         sizes: batch sizes without and with the change. Times are compared for the same number of samples.
     """
-    growth = sizes[1] / sizes[0]
+    size_before, size_after = sizes
+    growth = size_after / size_before
     times_before = [run.step_ms for run in before]
     # A step of 8 samples that takes 12 ms counts as 6 ms if it replaces a step of 4 samples.
     times_after = [run.step_ms / growth for run in after]
     step_before = median(times_before)
     step_after = median(times_after)
-    changed = None
+    loss_difference = None
     if tolerance is not None:
-        changed = _largest(difference(a.losses, b.losses) for a in before for b in after)
-    objection = _slower(times_before, times_after) or _other_losses(before, changed, tolerance or 0.0)
+        loss_difference = _largest(difference(a.losses, b.losses) for a in before for b in after)
+    objection = _no_gain(times_before, times_after) or _other_losses(before, loss_difference, tolerance or 0.0)
     startup = median(run.startup_s for run in after) - median(run.startup_s for run in before)
     row = TriedChange(
         remedy,
@@ -129,15 +133,15 @@ def judge(
         before=step_before,
         after=step_after,
         gain=100 * (step_before - step_after) / step_before,
-        losses=changed,
+        losses=loss_difference,
     )
     if growth == 1:
         return row
-    # Both times are those of `sizes[0]` samples.
-    return replace(row, before=1000 * sizes[0] / step_before, after=1000 * sizes[0] / step_after, unit="/s")
+    # Samples per second. Both times are those of `size_before` samples.
+    return replace(row, before=1000 * size_before / step_before, after=1000 * size_before / step_after, unit="/s")
 
 
-def _slower(before: Sequence[float], after: Sequence[float]) -> str:
+def _no_gain(before: Sequence[float], after: Sequence[float]) -> str:
     """Return why a change saves no time, or an empty text if all trials with it are faster than all without it."""
     if min(after) > max(before):
         return "slower"
@@ -148,15 +152,15 @@ def _slower(before: Sequence[float], after: Sequence[float]) -> str:
     return f"no gain beyond the noise ({span_before} without, {span_after} with it)"
 
 
-def _other_losses(before: Sequence[TrialRun], changed: float | None, tolerance: float) -> str:
+def _other_losses(before: Sequence[TrialRun], loss_difference: float | None, tolerance: float) -> str:
     """Return why the losses forbid a change that saves time, or an empty text.
 
     Args:
         before: trials without the change.
-        changed: largest difference of losses without and with the change. None if they are not compared.
+        loss_difference: largest difference of losses without and with the change. None if they are not compared.
         tolerance: largest accepted difference.
     """
-    if changed is None or changed <= tolerance:
+    if loss_difference is None or loss_difference <= tolerance:
         return ""
     if not before[0].losses:
         return "the steps return no loss to compare"
@@ -175,26 +179,31 @@ class Tuning:
         steps: measured optimizer steps of a trial.
         warmup: optimizer steps before the measured steps.
         repeats: number of trials without and with a change, each.
-        tell: function that receives each `TriedChange` when its trials are complete.
+        show: function that receives each `TriedChange` when its trials are complete.
+
+    Attributes:
+        seed: `seed_everything=0` if the configuration sets no seed, so that losses can be compared. An override of
+            trials only: it is not written.
+        kept: overrides of the kept remedies.
+        rows: the rows of the table so far.
     """
 
     def __init__(
-        self, words: Sequence[str], steps: int, warmup: int, repeats: int, tell: Callable[[TriedChange], None]
+        self, words: Sequence[str], steps: int, warmup: int, repeats: int, show: Callable[[TriedChange], None]
     ) -> None:
         self.words = list(words)
         self.steps = steps
         self.repeats = repeats
-        self.seed: list[str] = []  # an override for trials only: it is not written
-        self.kept: list[str] = []  # overrides of the kept remedies
+        self.seed: list[str] = []
+        self.kept: list[str] = []
         self.rows: list[TriedChange] = []
         self._options = ["--steps", str(steps), "--warmup", str(warmup), "--json"]
-        self._tell = tell
+        self._show = show
 
-    def add(self, row: TriedChange) -> TriedChange:
-        """Store a row of the table, and pass it to `tell`."""
+    def add(self, row: TriedChange) -> None:
+        """Store a row of the table, and pass it to `show`."""
         self.rows.append(row)
-        self._tell(row)
-        return row
+        self._show(row)
 
     def config(self, overrides: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the configuration with all defaults and `overrides`. Default: the overrides of kept remedies."""
@@ -206,16 +215,24 @@ class Tuning:
         return settings
 
     def trial(self, overrides: Sequence[str] = ()) -> TrialRun:
-        """Profile a few steps in a separate process. Raise TrialError if the process fails."""
+        """Profile a few steps in a separate process.
+
+        Args:
+            overrides: overrides of the configuration. `OMP_NUM_THREADS=4` sets the environment variable of the process.
+
+        Raises:
+            TrialError: the process fails.
+            KeyboardInterrupt: the process is interrupted.
+        """
         variables: dict[str, str] = {}
-        changed: list[str] = []
+        settings: list[str] = []
         for word in overrides:
             name, _, value = word.partition("=")
             if name == REMEDIES["threads"].argument:
                 variables[name] = value
             else:
-                changed.append(word)
-        command = [sys.executable, "-m", "trainwright", "profile", *self.words, *self.seed, *changed, *self._options]
+                settings.append(word)
+        command = [sys.executable, "-m", "trainwright", "profile", *self.words, *self.seed, *settings, *self._options]
         began = perf_counter()
         done = subprocess.run(
             command,
@@ -244,7 +261,10 @@ class Tuning:
         return trials_old, trials_new
 
     def judged(self, words: Sequence[str], remedy: Remedy, sizes: tuple[int, int] = (1, 1)) -> TriedChange:
-        """Compare trials with the kept overrides to trials that also have the overrides `words`."""
+        """Compare trials with the kept overrides to trials that also have the overrides `words`.
+
+        A change whose trial fails is not kept, and its result is the error.
+        """
         text = " ".join(words).replace(".init_args", "")
         try:
             before, after = self.compare(self.kept, [*self.kept, *words])
@@ -253,7 +273,10 @@ class Tuning:
         return judge(text, before, after, remedy.tolerance, sizes)
 
     def attempt_threads(self, words: Sequence[str]) -> None:
-        """Try numbers of threads, and propose each number that saves time."""
+        """Try numbers of threads, and propose each number that saves time.
+
+        It is never kept, because a configuration cannot set an environment variable.
+        """
         for word in words:
             row = self.judged([word], REMEDIES["threads"])
             if row.kept:
@@ -268,43 +291,49 @@ class Tuning:
         """
         remedy = REMEDIES[name]
         only_propose = remedy.tolerance is None and not named
+        gained = False  # an earlier value of this remedy is kept
         while True:
-            found = change(self.config(), name)
-            if isinstance(found, str):
-                # A climb ends when no value follows. Its rows already say how far it came.
-                climbed = remedy.climbs and bool(self.rows) and self.rows[-1].kept
-                if not climbed:
-                    self.add(TriedChange(name, found))
+            # `config` contains the kept overrides: after num_workers=2 is kept, the next change is num_workers=4.
+            next_change = change(self.config(), name)
+            if isinstance(next_change, str):
+                # A climb ends when no value follows. The rows of the kept values need no row with that reason.
+                if not gained:
+                    self.add(TriedChange(name, next_change))
                 return
-            words, sizes = found
             if name == "threads":
-                self.attempt_threads(words)
+                self.attempt_threads(next_change.words)
                 return
-            row = self.judged(words, remedy, sizes)
+            row = self.judged(next_change.words, remedy, next_change.sizes)
             if row.kept and only_propose:
                 row = _proposed(row, f"it changes training; --apply {name}")
             self.add(row)
             if not row.kept:
                 return
-            self.kept += words
+            self.kept += next_change.words
             if not remedy.climbs:
                 return
+            gained = True
 
     def total(self) -> TriedChange | None:
-        """Return the row for all kept remedies together, or None without kept remedies."""
-        kept = [row for row in self.rows if row.kept]
-        if not kept:
+        """Return the row for all kept remedies together, or None without kept remedies.
+
+        Several kept remedies are compared to the configuration without any of them, in further trials. One needs none.
+        """
+        rows = [row for row in self.rows if row.kept]
+        if not rows:
             return None
-        if len(kept) == 1:
-            return replace(kept[0], remedy="total", result="")
+        if len(rows) == 1:
+            return replace(rows[0], remedy="total", result="")
         sizes_before = arguments(self.config([]), REMEDIES["batch_size"])
         sizes_now = arguments(self.config(), REMEDIES["batch_size"])
         sizes = (1, 1)
         # Each remedy has passed its own comparison. Here the difference of losses is only printed.
         tolerance: float | None = float("inf")
-        if sizes_before != sizes_now:
-            sizes = next(zip(sizes_before.values(), sizes_now.values(), strict=True))
-            tolerance = None
+        for key, size in sizes_before.items():
+            if sizes_now[key] != size:
+                sizes = (size, sizes_now[key])
+                tolerance = None  # steps of other batches have other losses
+                break
         before, after = self.compare([], self.kept)
         return replace(judge("total", before, after, tolerance, sizes), result="")
 
@@ -316,7 +345,8 @@ def _proposed(row: TriedChange, advice: str) -> TriedChange:
 def _last_error(stderr: str) -> str:
     """Return the message of the last line that names an exception, such as `RuntimeError: …`, or an empty text.
 
-    The notes of an exception follow that line, and have no name in front.
+    The notes of an exception follow that line, and have no name in front. A line of `trainwright` itself is
+    `trainwright: error: …`.
     """
     lines = [line for line in stderr.splitlines() if re.match(r"[\w.]+: ", line)]
     return lines[-1].removeprefix("trainwright: error: ") if lines else ""
@@ -337,7 +367,14 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
     Args:
         words: configuration and overrides, as for `trainwright fit`.
         names: the remedies to try. Empty tries all, but only proposes remedies that change training.
-        wanted: options of the command.
+        wanted: options of the command: `steps`, `warmup`, `repeats`, `output` and `json`.
+
+    Returns:
+        The exit code 0, also if no remedy is kept. Then no configuration is written.
+
+    Raises:
+        ConfigurationError: an option is not valid, the file to write is not one of this command, a launcher has started
+            several processes, no remedy can be tried, or the configuration itself cannot be profiled.
     """
     for name in names:
         if name not in REMEDIES:
@@ -354,7 +391,7 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
     if config["seed_everything"] is None:
         tuning.seed = ["seed_everything=0"]
     if config["trainer"]["strategy"] == "ddp":
-        # Only the class has arguments that the remedy `buckets` can find.
+        # Only a class has arguments in the configuration, such as the bucket_cap_mb of the remedy `buckets`.
         tuning.words.append("trainer.strategy={class_path: trainwright.strategies.DDPStrategy}")
     chosen = names or list(REMEDIES)
     _check_any_change(tuning, chosen)
@@ -396,10 +433,10 @@ def _check_any_change(tuning: Tuning, names: Sequence[str]) -> None:
     """Raise an error with the reasons if none of the remedies can be tried."""
     reasons: list[str] = []
     for name in names:
-        found = change(tuning.config(), name)
-        if not isinstance(found, str):
+        first_change = change(tuning.config(), name)
+        if not isinstance(first_change, str):
             return
-        reasons.append(f"{name}: {found}")
+        reasons.append(f"{name}: {first_change}")
     raise ConfigurationError("--apply: " + "; ".join(reasons) + ".")
 
 

@@ -13,7 +13,6 @@ from trainwright.data.order import epoch_key as epoch_key
 from trainwright.data.padding import pad_to as pad_to
 from trainwright.data.padding import trim as trim
 from trainwright.data.prepared import PreparedLoader as PreparedLoader
-from trainwright.data.sampler import BatchShard as BatchShard
 from trainwright.data.sampler import ShardedBatchSampler as ShardedBatchSampler
 from trainwright.data.tokens.masking import MaskedSpans as MaskedSpans
 from trainwright.data.tokens.masking import MaskedTokens as MaskedTokens
@@ -22,3 +21,4 @@ from trainwright.data.tokens.token_file import TokenFile as TokenFile
 from trainwright.data.tokens.token_file import TokenFileWriter as TokenFileWriter
 from trainwright.data.tokens.tokenize import load_tokenizer as load_tokenizer
 from trainwright.data.tokens.tokenize import tokenize_files as tokenize_files
+from trainwright.data.user_sampler import BatchShard as BatchShard

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
 from trainwright.core.tree import copy_containers
+from trainwright.data.dealer import Dealer
 from trainwright.data.loader_options import LoaderOptions
-from trainwright.data.sampler import Dealer
 from trainwright.data.workers import Workers
 
 _END: Any = object()

@@ -88,26 +88,30 @@ class Option:
             raise ConfigurationError(f"{origin} is not supported: {self.later}.")
         if value is None or self.is_refused:
             return None
-        value = json.dumps(value) if isinstance(value, dict) else value
-        text = "no" if value is False and "no" in self.choices else str(value)  # YAML reads `no` as false
+        if isinstance(value, dict):
+            text = json.dumps(value)
+        elif value is False and "no" in self.choices:  # YAML reads `no` as false
+            text = "no"
+        else:
+            text = str(value)
         lines = text.split("\n") if self.repeats else [text]
         # Values are written into scripts line by line, and shown in terminals.
         if self.read is not as_mapping and not all(line.isprintable() for line in lines):
             raise ConfigurationError(f"{origin}: {self.name}={text!r}, expected one line of printable text.")
         try:
-            found = self.read(text)
+            parsed = self.read(text)
         except ValueError:
             kinds = {as_flag: "true or false", int: "a whole number", as_mapping: "a mapping of JSON"}
             expected = kinds.get(self.read, "a number")
             raise ConfigurationError(f"{origin}: {self.name}={text!r}, expected {expected}.") from None
-        if isinstance(found, dict):
-            _check_secrets(found, origin)
-        if self.choices and str(found) not in self.choices:
+        if isinstance(parsed, dict):
+            _check_secrets(parsed, origin)
+        if self.choices and str(parsed) not in self.choices:
             raise ConfigurationError(
                 f"{origin}: {self.name}={text!r} is unknown.{nearest(text, self.choices)} Known: "
                 f"{', '.join(self.choices)}.{self.other}"
             )
-        return found
+        return parsed
 
     def parse_argument(self, text: str) -> Any:
         """Return the value of a text on the command line, for argparse."""
@@ -123,10 +127,10 @@ def as_mapping(text: str) -> dict[str, Any]:
     Raises:
         ValueError: The text is not JSON, or contains something else.
     """
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    mapping = json.loads(text)
+    if not isinstance(mapping, dict):
         raise ValueError(text)
-    return found
+    return mapping
 
 
 def _check_secrets(values: Mapping[str, Any], origin: str) -> None:
@@ -149,17 +153,37 @@ _SECRET = "a secret does not belong in a command or a file; delete it, and name 
 _IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
 
 
-# Options of `accelerate launch` that have no effect, by the reason for which values are refused; without one they are
-# accepted. Their names, with `!` for a flag without a value, and after `=` a value that requests nothing. The tables of
-# engines contain others.
-_REFUSED = {
-    "": "use_xpu! no_tpu_cluster! same_network! parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
-    "parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
-    "parallelism_config_sp_attn_implementation",
-    _IPEX: "ipex!",
-    _TPU: "tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main",
-    _SECRET: "aws_access_key_id aws_secret_access_key",
-}
+def _without_effect(name: str, read: Callable[[str], Any] = str) -> Option:
+    """Return an option that is accepted and has no effect."""
+    return Option(name, _LATER, "Not supported yet.", read)
+
+
+def _refused(name: str, reason: str, read: Callable[[str], Any] = str, harmless: str = "") -> Option:
+    """Return an option whose values are refused, except for `harmless`, which requests nothing."""
+    return Option(name, _LATER, "Not supported yet.", read, later=reason, harmless=harmless)
+
+
+# Options of `accelerate launch` that are not fields of `LaunchConfig`. The tables of engines contain others.
+_REFUSED = (
+    _without_effect("use_xpu", as_flag),
+    _without_effect("no_tpu_cluster", as_flag),
+    _without_effect("same_network", as_flag),
+    _without_effect("parallelism_config_cp_backend"),
+    _without_effect("parallelism_config_cp_comm_strategy"),
+    _without_effect("parallelism_config_sp_backend"),
+    _without_effect("parallelism_config_sp_seq_length"),
+    _without_effect("parallelism_config_sp_seq_length_is_variable"),
+    _without_effect("parallelism_config_sp_attn_implementation"),
+    _refused("ipex", _IPEX, as_flag),
+    _refused("tpu_cluster", _TPU, as_flag),
+    _refused("tpu_use_cluster", _TPU, as_flag),
+    _refused("tpu_use_sudo", _TPU, as_flag),
+    _refused("vm", _TPU),
+    _refused("env", _TPU),
+    _refused("main_training_function", _TPU, harmless="main"),
+    _refused("aws_access_key_id", _SECRET),
+    _refused("aws_secret_access_key", _SECRET),
+)
 _TABLES = (*ENGINE_TABLES, FP8, DYNAMO)
 
 
@@ -255,7 +279,7 @@ class LaunchConfig:
     use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_flag)
     use_megatron_lm: bool | None = _training("Train by MegatronStrategy.", as_flag)
     use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_flag)
-    # Rows of the tables of engines.
+    # Rows of the tables of engines, which describe these options; see `options`.
     fp8_backend: str | None = None
     fp8_enable_fsdp_float8_all_gather: bool | None = None
     fp8_pad_inner_dim: bool | None = None
@@ -323,41 +347,47 @@ class LaunchConfig:
 
     def set_options(self) -> dict[str, Any]:
         """Return the options that are set, by their names."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        values = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value is not None:
+                values[one.name] = value
+        return values
 
     to_dict = set_options  # Accelerate's name
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that pass the options to the script."""
-        found = {}
+        variables = {}
         for option in options():
             value = getattr(self, option.name)
             if option.variable is not None and value is not None:
-                found[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
-        if self.min_nodes is not None:
-            found |= {JOB: str(self.rdzv_id), ALL_PROCESSES: str(self.num_processes)}
-        return found | ({"PJRT_DEVICE": read("PJRT_DEVICE") or "TPU"} if self.tpu else {})
+                variables[option.variable] = str(value).lower() if isinstance(value, bool) else str(value)
+        if self.min_nodes is not None:  # the number of processes may become smaller
+            variables[JOB] = str(self.rdzv_id)
+            variables[ALL_PROCESSES] = str(self.num_processes)
+        if self.tpu:
+            variables["PJRT_DEVICE"] = read("PJRT_DEVICE") or "TPU"
+        return variables
 
 
 def options() -> Iterator[Option]:
     """Yield all options, in the order of the fields."""
-    rows = {option.name: option for option in _options_of_engines()}
+    options_of_engines = {option.name: option for option in _options_of_engines()}
     for one in fields(LaunchConfig):
         option: Option | None = one.metadata.get("option")
         if option is None:
-            yield rows[one.name]
+            yield options_of_engines[one.name]
             continue
-        variable = option.variable and option.variable.format(one.name.upper())
+        variable = None
+        if option.variable is not None:
+            variable = option.variable.format(one.name.upper())
         yield replace(option, name=one.name, variable=variable)
 
 
 def refused_options() -> Iterator[Option]:
     """Yield the options that are not fields of `LaunchConfig`, because they have no effect or are refused."""
-    for reason, names in _REFUSED.items():
-        for text in names.split():
-            name, _, harmless = text.partition("=")
-            read = as_flag if name.endswith("!") else str
-            yield Option(name.rstrip("!"), _LATER, "Not supported yet.", read, later=reason, harmless=harmless)
+    yield from _REFUSED
     for option in _options_of_engines():
         if option.is_refused:
             yield option
@@ -371,7 +401,7 @@ def _options_of_engines() -> Iterator[Option]:
                 continue
             if row.not_launched is not None:
                 harmless = str(row.harmless[0]).lower() if row.harmless else ""
-                yield Option(row.flag, _LATER, "Not supported yet.", later=row.not_launched, harmless=harmless)
+                yield _refused(row.flag, row.not_launched, harmless=harmless)
                 continue
             yield Option(
                 row.flag,

@@ -22,8 +22,8 @@ from trainwright.core.host.xla_library import join_devices
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address, variable
 from trainwright.processes.devices import ONECCL, default_backend
 from trainwright.processes.hang_report import ranks_text
-from trainwright.processes.late_calls import is_in_collective
 from trainwright.processes.launcher import failure_of_started
+from trainwright.processes.meetings import LONGEST_POLL_S, Meetings, Turn
 from trainwright.processes.rank_position import Position, ProcessMark
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's default for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
-_LONGEST_POLL_S = 0.25
 _SLOW_START_S = 60.0  # after which rank 0 prints the ranks that have not started
-_LATE_S = 10.0  # after which a rank that waits for others in a call names them
-_TOO_LATE_S = 60.0  # after which a main rank makes a call alone
-_ENDED_S = 1.0  # after which a rank that waits in a call checks for ranks that have ended
-_LATE_AGAIN_S = 1.0  # the same as _LATE_S for a main rank that has made a call alone before
 
 _num_groups_created = 0
 # The hook before and after torch changed it; see `ProcessGroup._create_group`.
@@ -47,7 +42,6 @@ _stores: dict[tuple[str, int, int], TCPStore] = {}  # by host, port and rank; se
 
 
 T = TypeVar("T")
-Turn = Literal["together", "alone", "done"]  # see `Processes.meet_or_lead`
 
 
 class Helpers(Protocol):
@@ -242,6 +236,18 @@ class ProcessGroup(Processes):
             library for accelerators. Objects are then never sent through the device.
         hang_timeout: time without progress of a rank after which the positions of all ranks are reported. None disables
             the report. Default: `"auto"`, which is half of `timeout`, at most ten minutes.
+
+    Attributes:
+        _created_here: torch's default group was created by `open`. False for a group of the user's script, which stays
+            open after `close`, and whose store is not used.
+        _host_group: gloo group for communication on the host. None if the default group does this.
+        _store, _meetings: store of the group, and the calls in which ranks wait through it. None unless
+            `_created_here`.
+        _detector: monitor of a Trainer's stage, within `watched`.
+        _loop_watch: monitor of a user-written loop, from `watch_loop` to `end_watch`.
+        _failed: this rank has failed, so that `close` must not wait for the others.
+        _is_open: between `open` and `close`.
+        _others_end: the other processes end with the stage, because the Trainer has started them.
     """
 
     def __init__(
@@ -258,18 +264,15 @@ class ProcessGroup(Processes):
         if hang_timeout == "auto":
             hang_timeout = min(self.timeout / 2, _LONGEST_HANG_TIMEOUT)
         self.hang_timeout = hang_timeout
-        self._created_here = False  # False for a group of the user's script
+        self._created_here = False
         self._host_group: Any = None
         self._store: Any = None
+        self._meetings: Meetings | None = None
         self._detector: HangDetector | None = None
+        self._loop_watch: LoopWatch | None = None
         self._failed = False
         self._is_open = False
-        self._others_end = False  # the other processes end with the stage
-        self._num_meetings = 0
-        self._last_meeting: Any = None
-        self._num_joint_calls = 0
-        self._has_led = False  # a call of `meet_or_lead` was made alone
-        self._loop_watch: LoopWatch | None = None
+        self._others_end = False
 
     def open(self, device: torch.device) -> None:
         if not dist.is_initialized():
@@ -299,6 +302,7 @@ class ProcessGroup(Processes):
         store.append("watch/hosts", f"{self.rank} {ProcessMark.mine().node}\n")  # for `LoopDetector`
         self._wait_for_all_ranks(store)
         self._store = store
+        self._meetings = Meetings(store, self.rank, self.world_size, self.timeout)
         # torch replaces the hook for each group, by one that prints the rank before the lines of the previous hook.
         # Restore the hook from before the last group, so that a second group does not print the rank twice.
         if sys.excepthook is _torch_excepthook:
@@ -349,7 +353,7 @@ class ProcessGroup(Processes):
                 was_reported = True
                 sys.stderr.write(f"trainwright: still waiting for {missing} of {self.world_size}\n")
             time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+            poll_s = min(2 * poll_s, LONGEST_POLL_S)
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
@@ -390,7 +394,7 @@ class ProcessGroup(Processes):
         self._is_open = False
         self._host_group = None
         self._store = None
-        self._last_meeting = None
+        self._meetings = None
         if self._detector is not None:
             self._detector.close()
             self._detector = None
@@ -401,123 +405,16 @@ class ProcessGroup(Processes):
         self.close()
 
     def meet(self, call: str) -> None:
-        if not self._created_here:
-            return
-        self._num_meetings += 1
-        store = PrefixStore(f"meet/{self._num_meetings}/{call}", self._store)
-        last_meeting = self._last_meeting
-        self._last_meeting = store
-        store.set(str(self.rank), "")
-        if store.add("arrived", 1) == self.world_size:
-            if last_meeting is not None:  # all ranks are in this meeting, so none reads the keys of the last one
-                last_meeting.delete_key("arrived")
-                last_meeting.delete_key("everyone")
-                for rank in range(self.world_size):
-                    last_meeting.delete_key(str(rank))
-            store.set("everyone", "")
-        self._wait_for("everyone", store, call)
+        if self._meetings is not None:
+            self._meetings.meet(call)
 
     def meet_or_lead(self, call: str, position: str) -> Turn:
-        if not self._created_here:
+        if self._meetings is None:
             return "together"
-        while True:
-            self._num_joint_calls += 1
-            store = PrefixStore(f"joint/{self._num_joint_calls}/{call}", self._store)
-            store.set(str(self.rank), "")
-            # `compare_set` keeps an existing outcome: the last rank may arrive while the main rank decides to make the
-            # call alone.
-            if store.add("arrived", 1) == self.world_size:
-                store.compare_set("outcome", "", "together")
-            if not self._wait_for("outcome", store, call, leads=self.rank == 0):
-                store.compare_set("outcome", "", f"alone at {position}")
-            outcome = store.get("outcome").decode()
-            if outcome == "together":
-                return "together"
-            if self.rank == 0:
-                self._has_led = True
-                return "alone"
-            if outcome == f"alone at {position}":
-                return "done"
-            # The main rank has made an earlier call alone. This call is a later one.
-
-    def _wait_for(self, key: str, store: Any, call: str, *, leads: bool = False) -> bool:
-        """Wait until `key` exists, and report the ranks that are late. See `meet` for errors.
-
-        If `leads` is True, return False when all late ranks are in collectives, which they cannot leave without this
-        rank, or are too late: on an accelerator, a rank that waits for this one may be in any call.
-
-        Args:
-            key: the key of `store` that ends the wait. A rank that has arrived has written the key of its number.
-            store: the store of this call.
-            call: the name of the call, for messages.
-            leads: this rank may make the call alone. Default: False.
-        """
-        start_s = time.monotonic()
-        poll_s = 0.0005
-        next_report_s = _LATE_AGAIN_S if leads and self._has_led else _LATE_S
-        blocked_before: list[str] | None = None
-        while not store.check([key]):  # store.wait() would log two warnings of torch for each second
-            time.sleep(poll_s)  # Ctrl-C works here
-            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-            waited_s = time.monotonic() - start_s
-            is_over = waited_s >= self.timeout.total_seconds()
-            if waited_s >= _ENDED_S and self._cannot_complete(store, call, key, leads=leads):
-                return False
-            if waited_s < next_report_s and not is_over:
-                continue
-            late = [rank for rank in range(self.world_size) if not store.check([str(rank)])]
-            text = (
-                f"rank {self.rank} waits in {call} for {ranks_text(late)}, which may be slow or never makes this call. "
-                "Call it on every rank, not on the main one alone."
-            )
-            if is_over:
-                raise TimeoutError(f"{text} Waited for {self.timeout}.")
-            places = []
-            if self._loop_watch is not None:
-                places = self._loop_watch.late_calls.request_places(PrefixStore("late", self._store))
-            # Ranks that have arrived wait for the store, not in a collective.
-            blocked = [place for place in places if is_in_collective(place)]
-            all_late_are_blocked = late != [] and len(blocked) == len(late)
-            if leads:
-                if all_late_are_blocked or waited_s >= _TOO_LATE_S:
-                    return False
-                next_report_s = min(next_report_s + _LATE_S, _TOO_LATE_S)
-                continue
-            if blocked_before is None:
-                sys.stderr.write("\n  ".join([f"trainwright: {text}", *places]) + "\n")
-            # No rank computes: those that have arrived wait here, and the late ones have waited in the same collectives
-            # since the last report. A collective needs all ranks, so the program would wait forever.
-            elif all_late_are_blocked and blocked == blocked_before:
-                raise ConfigurationError("\n  ".join([text, *places]))
-            blocked_before = blocked
-            next_report_s += _LATE_S
-        return True
-
-    def _cannot_complete(self, store: Any, call: str, key: str, *, leads: bool) -> bool:
-        """Return whether a rank that may lead must make the call alone, because all late ranks have left the run.
-
-        Raises:
-            WorkerError: this rank waits for a rank that has left the run.
-        """
-        if self._loop_watch is None:
-            return False
-        # A rank may have made this call and then have left.
-        departed = [rank for rank in self._loop_watch.departed_ranks() if not store.check([str(rank)])]
-        if not departed:
-            return False
-        if leads:
-            num_arrived = int(store.add("arrived", 0))  # adding 0 reads a counter
-            return num_arrived + len(departed) == self.world_size
-        if key == "outcome" and 0 not in departed:  # rank 0 can make the call alone
-            return False
-        names = ranks_text(departed)
-        verb = "has" if len(departed) == 1 else "have"
-        raise WorkerError(
-            f"rank {self.rank} waits in {call} for {names}, but {names} {verb} left the run. Call it on every rank."
-        )
+        return self._meetings.meet_or_lead(call, position)
 
     def watch_loop(self) -> None:
-        if self._created_here and self._loop_watch is None:
+        if self._meetings is not None and self._loop_watch is None:
             from trainwright.processes.loop_watch import LoopWatch  # a single process does not need it
 
             self._loop_watch = LoopWatch(
@@ -528,11 +425,14 @@ class ProcessGroup(Processes):
                 timeout_s=self.timeout.total_seconds(),
                 store_dies_with_rank_0=not _agent_serves(),
             )
+            self._meetings.loop_watch = self._loop_watch
 
     def end_watch(self) -> None:
         if self._loop_watch is not None:
             self._loop_watch.close()
             self._loop_watch = None
+        if self._meetings is not None:
+            self._meetings.loop_watch = None
 
     def own_store(self, prefix: str) -> Any:
         # Torch has no public name for the store of a group that the user has created.

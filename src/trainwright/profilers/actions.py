@@ -6,12 +6,45 @@ import cProfile
 import io
 import pstats
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 from trainwright.profilers.profiler import Profiler
 
 _TOP = 20  # actions in the short form
+
+
+class ActionTotals(NamedTuple):
+    """Totals of one action.
+
+    Attributes:
+        calls: Number of calls.
+        total_s: Seconds, with nested actions.
+        own_s: Seconds, without nested actions.
+    """
+
+    calls: int = 0
+    total_s: float = 0.0
+    own_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _TimedAction:
+    """An action that has started and not ended. `nested_s` are the seconds in actions that ran within it so far."""
+
+    name: str
+    started_s: float
+    nested_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _ProfiledAction:
+    """An action that has started and not ended, with the profile of all its calls."""
+
+    name: str
+    profile: cProfile.Profile
 
 
 class SimpleProfiler(Profiler):
@@ -24,53 +57,56 @@ class SimpleProfiler(Profiler):
         extended: Print all actions. False prints the 20 longest. Default: True.
 
     Attributes:
-        totals: For each action the number of calls, the seconds with nested actions, and the seconds without them.
+        totals: `ActionTotals` of each action.
         recorded_durations: For each action the seconds of each call, with nested actions.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
         super().__init__(dirpath, filename)
         self.extended = extended
-        self.totals: dict[str, tuple[int, float, float]] = {}
+        self.totals: dict[str, ActionTotals] = {}
         self.recorded_durations: dict[str, list[float]] = {}
-        self._since = perf_counter()
+        self._started_s = perf_counter()  # the time of this profiler's creation, or of the stage
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
         self.totals = {}
         self._open = []
-        self._since = perf_counter()
+        self._started_s = perf_counter()
         self.recorded_durations = {}
 
     def start(self, action_name: str) -> None:
-        self._open.append([action_name, perf_counter(), 0.0])  # the last: seconds in actions inside of it
+        self._open.append(_TimedAction(action_name, perf_counter()))
 
     def stop(self, action_name: str) -> None:
-        now = perf_counter()
-        at = self._innermost(action_name)
-        _, since, inside = self._open.pop(at)
-        passed = now - since
-        if at:
-            self._open[at - 1][2] += passed
-        calls, total, own = self.totals.get(action_name, (0, 0.0, 0.0))
-        self.totals[action_name] = calls + 1, total + passed, own + max(passed - inside, 0.0)
-        self.recorded_durations.setdefault(action_name, []).append(passed)
+        now_s = perf_counter()
+        index = self._innermost(action_name)
+        action: _TimedAction = self._open.pop(index)
+        duration_s = now_s - action.started_s
+        if index > 0:
+            self._open[index - 1].nested_s += duration_s
+        totals = self.totals.get(action_name, ActionTotals())
+        # Actions that overlap without being nested could give a negative time.
+        own_s = max(duration_s - action.nested_s, 0.0)
+        self.totals[action_name] = ActionTotals(totals.calls + 1, totals.total_s + duration_s, totals.own_s + own_s)
+        self.recorded_durations.setdefault(action_name, []).append(duration_s)
 
     def summary(self) -> str:
         """Return a table of the actions, the longest first."""
-        whole = max(perf_counter() - self._since, 1e-9)
-        rows = sorted(self.totals.items(), key=lambda row: -row[1][1])
+        whole_s = max(perf_counter() - self._started_s, 1e-9)
+        rows = sorted(self.totals.items(), key=lambda row: row[1].total_s, reverse=True)
         if not self.extended:
             rows = rows[:_TOP]
         if not rows:
             return ""
         width = max(len("Action"), *(len(name) for name, _ in rows))
         lines = [f"{'Action':<{width}}  {'Calls':>8}  {'Mean (s)':>12}  {'Total (s)':>12}  {'Own (s)':>12}  {'%':>6}"]
-        for name, (calls, total, own) in rows:
-            numbers = f"{total / calls:>12.6g}  {total:>12.6g}  {own:>12.6g}  {100 * total / whole:>6.2f}"
+        for name, (calls, total_s, own_s) in rows:
+            percent = 100 * total_s / whole_s
+            numbers = f"{total_s / calls:>12.6g}  {total_s:>12.6g}  {own_s:>12.6g}  {percent:>6.2f}"
             lines.append(f"{name:<{width}}  {calls:>8}  {numbers}")
         rule = "-" * len(lines[0])
-        title = f"Profile of {self.stage or 'the program'} on rank {self.rank}: {whole:.6g} s"
+        title = f"Profile of {self.stage or 'the program'} on rank {self.rank}: {whole_s:.6g} s"
         return "\n".join([title, rule, lines[0], rule, *lines[1:], rule])
 
 
@@ -106,20 +142,21 @@ class AdvancedProfiler(Profiler):
 
     def start(self, action_name: str) -> None:
         if self._open:
-            self._open[-1][1].disable()
-        self._open.append((action_name, self._profiles.setdefault(action_name, cProfile.Profile())))
-        self._open[-1][1].enable()
+            self._open[-1].profile.disable()
+        profile = self._profiles.setdefault(action_name, cProfile.Profile())
+        self._open.append(_ProfiledAction(action_name, profile))
+        profile.enable()
 
     def stop(self, action_name: str) -> None:
-        at = self._innermost(action_name)
-        self._open[-1][1].disable()
-        del self._open[at]
+        index = self._innermost(action_name)
+        self._open[-1].profile.disable()
+        del self._open[index]
         if self._open:
-            self._open[-1][1].enable()
+            self._open[-1].profile.enable()
 
     def close(self) -> None:
         if self._open:
-            self._open[-1][1].disable()
+            self._open[-1].profile.disable()
             self._open = []
         if not self.dump_stats:
             return
@@ -141,4 +178,5 @@ class AdvancedProfiler(Profiler):
         return "\n\n".join(texts)
 
     def __getstate__(self) -> dict[str, object]:
+        """Omit the records, because a `cProfile.Profile` cannot be copied to another process."""
         return {**vars(self), "_profiles": {}, "_open": []}

@@ -41,7 +41,7 @@ class Profiler:
         self.rank = 0
         self.world_size = 1
         self._root = Path(".")
-        self._open: list[Any] = []  # sequences that begin with the name of an open action, the innermost last
+        self._open: list[Any] = []  # open actions with a `name`, the innermost last; see `_innermost`
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         """Prepare for a stage, and discard the records of earlier stages.
@@ -88,9 +88,9 @@ class Profiler:
 
     def _innermost(self, name: str) -> int:
         """Return the index of the innermost open action `name`, or raise ValueError if it was not started."""
-        for at in reversed(range(len(self._open))):
-            if self._open[at][0] == name:
-                return at
+        for index in reversed(range(len(self._open))):
+            if self._open[index].name == name:
+                return index
         raise ValueError(f"stop({name!r}): the action was not started.")
 
     def end_step(self) -> None:
@@ -106,16 +106,19 @@ class Profiler:
     def describe(self, show: Callable[[str], Any] = print) -> None:
         """Write the summary to a file, or show rank 0's if `dirpath` and `filename` are None. Show the file names."""
         text = self.summary()
+        if not text:
+            return
+        is_main = self.rank == 0
         path = self.path(".txt") if self.world_size > 1 else self._folder / f"{self._name}.txt"
-        if text and (self.dirpath is not None or self.filename is not None):
+        if self.dirpath is not None or self.filename is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n", encoding="utf-8")
-        elif text and not self.rank:
+        elif is_main:
             show(text)
         files = {path.name} if path.exists() else set()
-        for ending in (".*", "-*"):
-            files |= {each.name for each in path.parent.glob(self.path(ending).name)}
-        if text and files and not self.rank:
+        for ending in (".*", "-*"):  # further files of this rank, such as traces
+            files |= {file.name for file in path.parent.glob(self.path(ending).name)}
+        if files and is_main:
             show(f"Files of the profiler in {path.parent}: {', '.join(sorted(files))}")
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -161,8 +164,10 @@ def resolve_profiler(value: object) -> Profiler:
     Raises:
         ConfigurationError: The name is unknown, or the object is of another class.
     """
-    if value is None or isinstance(value, Profiler):
-        return PassThroughProfiler() if value is None else value
+    if value is None:
+        return PassThroughProfiler()
+    if isinstance(value, Profiler):
+        return value
     if isinstance(value, str):
         return PROFILERS.get(value)()
     check_owner(value)

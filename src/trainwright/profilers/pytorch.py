@@ -23,13 +23,21 @@ from trainwright.profilers.profiler import Profiler
 
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 _ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
-_SEARCHED_STEPS = 10_000
+_SEARCHED_STEPS = 10_000  # steps of a schedule in which a warning looks for the first recorded one
 _TIMES = ("cpu_time", "device_time", "cpu_time_total", "device_time_total", "self_cpu_time_total")
 _MEMORY = ("cpu_memory_usage", "device_memory_usage", "self_cpu_memory_usage", "self_device_memory_usage")
 _COLUMNS = (*_TIMES, "self_device_time_total", *_MEMORY, "count", "flops")
 _DEFAULT_SCHEDULE = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
 
 Schedule = Callable[[int], ProfilerAction]
+
+
+@dataclass(slots=True)
+class _OpenRegion:
+    """An action that has started and not ended, with its region in the trace."""
+
+    name: str
+    region: Any
 
 
 def make_schedule(given: Mapping[str, int] | Schedule | None) -> Schedule | None:
@@ -68,6 +76,11 @@ class CycleProfile(torch.profiler.profile):
         handlers, on_trace_ready: Called in this order, with this profiler, after each cycle in which a step ended.
         options: Further arguments of `torch.profiler.profile`.
 
+    Attributes:
+        num_recorded: Number of steps that were recorded, in all cycles.
+        num_exported: Number of them in the cycles whose handlers were called.
+        _first_trace: Path of the first trace of the current cycle. Empty before it is written.
+
     Raises:
         ConfigurationError: torch cannot record an activity on this machine.
     """
@@ -88,12 +101,12 @@ class CycleProfile(torch.profiler.profile):
                     f"Supported: {', '.join(known)}."
                 )
         super().__init__(schedule=make_schedule(schedule), on_trace_ready=CycleProfile._call_handlers, **options)
-        self.num_recorded = 0  # steps
-        self.num_exported = 0  # steps of earlier cycles
+        self.num_recorded = 0
+        self.num_exported = 0
         self.handlers = list(handlers)
         if on_trace_ready is not None:
             self.handlers.append(on_trace_ready)
-        self._first = ""  # the first file of this cycle
+        self._first_trace = ""
 
     @property
     def is_recording(self) -> bool:
@@ -108,10 +121,11 @@ class CycleProfile(torch.profiler.profile):
             super().step()
 
     def _call_handlers(self) -> None:
-        if self.step_num and self.num_recorded == self.num_exported:
+        counts_steps = self.step_num > 0  # otherwise the whole block is recorded as one cycle
+        if counts_steps and self.num_recorded == self.num_exported:
             return
         handlers = self.handlers
-        self._first = ""
+        self._first_trace = ""
         self.handlers = []  # after a failed export, torch crashes in another one
         for handler in handlers:
             handler(self)
@@ -120,11 +134,13 @@ class CycleProfile(torch.profiler.profile):
 
     def export_chrome_trace(self, path: str, *args: Any, **options: Any) -> None:
         """Write the trace of a cycle. torch can write it only once, so further files are copies of the first."""
-        if not self._first:
-            self._first = str(path)
-            super().export_chrome_trace(self._first, *args, **options)
+        if not self._first_trace:
+            self._first_trace = str(path)
+            super().export_chrome_trace(self._first_trace, *args, **options)
             return
-        with _opener(self._first)(self._first, "rb") as source, _opener(path)(path, "wb") as target:
+        open_source = _opener(self._first_trace)
+        open_target = _opener(path)
+        with open_source(self._first_trace, "rb") as source, open_target(path, "wb") as target:
             shutil.copyfileobj(source, target)
 
     def warn_if_empty(self) -> None:
@@ -144,6 +160,7 @@ class CycleProfile(torch.profiler.profile):
 
 
 def _opener(path: str) -> Callable[..., Any]:
+    """Return the function that opens a trace. torch compresses traces whose name ends in `.gz`."""
     return gzip.open if str(path).endswith(".gz") else open
 
 
@@ -215,13 +232,18 @@ class PyTorchProfiler(Profiler):
             self.profiler_kwargs["record_shapes"] = True
         if memory_timeline:  # torch refuses to export it without them
             self.profiler_kwargs.update(record_shapes=True, profile_memory=True, with_stack=True)
+        # Set by `setup`. None between stages, and with emit_nvtx.
         self.profiler: CycleProfile | None = None
-        self._text = ""
+        self._text = ""  # the summary of the last cycle
+        self._resources = ExitStack()  # what `close` ends
+        self._cycles: list[str] = []  # part of the names of the files of each finished cycle: "", "-1", "-2"
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
-        self._open, self._text, self._resources = [], "", ExitStack()
-        self._cycles: list[str] = []  # part of the names of the files of each cycle
+        self._open = []
+        self._text = ""
+        self._resources = ExitStack()
+        self._cycles = []
         for path in (self.path(".json"), *self.path("").parent.glob(f"{self.path('').name}-*.json")):
             path.unlink(missing_ok=True)  # of an earlier run; it must not be merged with this one
         if self.emit_nvtx:
@@ -246,21 +268,22 @@ class PyTorchProfiler(Profiler):
             if not name:  # the model itself, whose forward is the whole step
                 continue
             label = f"[Module]{name}: {type(module).__name__}"
-            before = module.register_forward_pre_hook(lambda *_, label=label: self.start(label))
-            after = module.register_forward_hook(lambda *_, label=label: self.stop(label), always_call=True)
-            self._resources.callback(before.remove)
-            self._resources.callback(after.remove)
+            start = module.register_forward_pre_hook(lambda *_, label=label: self.start(label))
+            stop = module.register_forward_hook(lambda *_, label=label: self.stop(label), always_call=True)
+            self._resources.callback(start.remove)
+            self._resources.callback(stop.remove)
 
     def start(self, action_name: str) -> None:
         is_recording = self.emit_nvtx if self.profiler is None else self.profiler.is_recording
         if is_recording:
             region = record_function(action_name)
             region.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-            self._open.append((action_name, region))
+            self._open.append(_OpenRegion(action_name, region))
 
     def stop(self, action_name: str) -> None:
         with suppress(ValueError):  # it may have started before the first step that is recorded
-            self._open.pop(self._innermost(action_name))[1].__exit__(None, None, None)
+            index = self._innermost(action_name)
+            self._open.pop(index).region.__exit__(None, None, None)
 
     def end_step(self) -> None:
         if self.profiler is not None:
@@ -290,8 +313,9 @@ class PyTorchProfiler(Profiler):
         if self._cycles:
             title += f", in the last of {len(self._cycles) + 1} cycles"
         lines = [title, table]
-        flops = sum(each.flops for each in averages)
-        seconds = sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
+        flops = sum(row.flops for row in averages)
+        # torch marks each step by a region "ProfilerStep#n", with times in microseconds.
+        seconds = sum(row.cpu_time_total for row in averages if row.key.startswith("ProfilerStep")) / 1e6
         if flops and num_steps:
             lines.append(f"FLOPs of a step: {flops / num_steps:.6g} (matrix products and convolutions)")
             if self.peak_flops is not None and seconds:
@@ -304,7 +328,7 @@ class PyTorchProfiler(Profiler):
 
     def close(self) -> None:
         while self._open:
-            self._open.pop()[1].__exit__(None, None, None)
+            self._open.pop().region.__exit__(None, None, None)
         self._resources.close()
         if self.profiler is not None and self.profiler.step_num and not self.rank:
             self.profiler.warn_if_empty()

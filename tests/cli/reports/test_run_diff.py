@@ -52,6 +52,31 @@ def test_the_settings_and_the_step_where_losses_part_are_shown(
     assert "step 1         –" in capsys.readouterr().out
 
 
+def test_json_contains_no_number_that_json_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("a", "1.0"), ("b", "nan")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(f"step,loss\n1,{value}\n")
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["curves"] == [["loss", 1, 1, 1.0, "NaN"]]
+
+
+def test_the_last_value_of_a_repeated_step_is_compared(tmp_path: Path) -> None:
+    for name, rows in (("a", "1,1.0\n2,9.0\n2,2.0\n3,3.0\n"), ("b", "1,1.0\n2,2.0\n3,3.0\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(f"step,loss\n{rows}")  # a resumed run repeats step 2
+    assert compare(read_run(tmp_path / "a"), read_run(tmp_path / "b"))["curves"] == []
+
+
+def test_a_column_without_values_is_no_curve(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text("step,loss,val\n1,1.0,\n")
+    runs = [read_run(tmp_path / "a"), read_run(tmp_path / "b")]
+    assert list(runs[0].curves) == ["loss"]
+    assert compare(*runs)["curves"] == []
+
+
 def test_another_order_of_the_data_is_shown(tmp_path: Path) -> None:
     runs = [read_run(_train(tmp_path / "a")), read_run(_train(tmp_path / "b", seed=1, batch_size=4))]
     assert compare(*runs)["data order"] == [["seed", 0, 1], ["samples after step 1", 2, 4]]

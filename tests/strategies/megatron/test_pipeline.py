@@ -86,6 +86,19 @@ class Speaker(TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
+class Scaled(Speaker):
+    """Multiplies the logits by a parameter that is in no stage, and has one that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits, targets = self.model(tokens[:, :-1]) * self.scale, tokens[:, 1:]
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
 class Stepping(Speaker):
     """Steps its optimizer itself, and keeps the index of the last micro-batch of each step."""
 
@@ -150,6 +163,7 @@ def one(folder: Path) -> dict[str, Any]:
     return {
         "even": train(folder / "one", "single"),
         "mixed": train(folder / "one-mixed", "single", task=Stepping(), data=batches(_MIXED)),
+        "scaled": train(folder / "one-scaled", "single", task=Scaled()),
     }
 
 
@@ -164,6 +178,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
             **{name: run(name, schedule=name) for name in SCHEDULES},
             "mixed": run("mixed", batches(_MIXED), Stepping()),
             "selective": run("selective", recompute="selective"),
+            "scaled": run("scaled", task=Scaled()),
         }
 
     return run_distributed(runs, 2, init=False, timeout=180)
@@ -171,7 +186,8 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "data"), [*((name, "even") for name in (*SCHEDULES, "selective")), ("mixed", "mixed")]
+    ("name", "data"),
+    [*((name, "even") for name in (*SCHEDULES, "selective")), ("mixed", "mixed"), ("scaled", "scaled")],
 )
 def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: Any) -> None:
     for found in (two[0][name], two[1][name]):

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,16 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _STAYS_CACHED_BYTES = 256 << 20  # a smaller model is assumed to stay in the page cache after its first use
 _NO_PREFETCH = Prefetcher(0)  # for hooks without a prefetcher
+_NOT_PREFETCHED = -1  # in the place of a unit's number in the prefetcher
+
+
+class _Exchanged(NamedTuple):
+    """A weight that replaces another tensor of a module during a use."""
+
+    table: dict[str, Any]  # the `_parameters` or `_buffers` of the module that contains the tensor
+    leaf: str  # name in this table
+    shown: torch.Tensor  # the module's tensor before and after the use: mostly a meta tensor
+    weight: torch.Tensor
 
 
 class AlignDevicesHook(ModelHook):
@@ -44,7 +54,15 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: Accepted without effect: in Accelerate it saves memory, and the results are the same.
         prefetcher: `Prefetcher` that loads the weights before the forward. Default: the forward loads them.
         tensor_names: Names of the tensors to move or offload. Default: all.
+
+    Attributes:
+        placeholders: The placeholders of the model. Each hook has its own until `attach` sets one for all hooks of a
+            model, so that modules that share a weight share its placeholder.
+        num_bytes: Size of the offloaded weights in the dtypes of the forward.
     """
+
+    # A use is a forward, or a `load` for the user. Several uses can overlap: recursion, threads, and a forward within
+    # `align_module_device`. The first one loads the weights, and the end of the last one unloads them.
 
     runs_after_failure = True  # to unload the weights
 
@@ -71,18 +89,18 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
         self.prefetcher = prefetcher
         self.tensor_names = tensor_names
-        self.placeholders = Placeholders()  # `attach` replaces it by one for all hooks of a model
+        self.placeholders = Placeholders()
         self.num_bytes = 0
-        self._slots: list[Slot] = []
-        # Table of parameters or buffers, name, meta tensor in the module, weight.
-        self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
-        self._ready = self._present[:]  # those of the last forward, if all its weights can be used again
-        self._is_prefetched = False  # the loaded weights are from the prefetcher
-        self._spans: dict[str, FileSpan] = {}
-        self._files: tuple[MappedFile, ...] = ()
-        self._number = -1
-        self._lock = threading.RLock()
-        self._users: dict[int, int] = {}  # number of running calls, by thread
+        self._slots: list[Slot] = []  # the offloaded tensors. Empty without `offload`.
+        self._present: list[_Exchanged] = []  # the weights of the current use. Empty between uses.
+        # The weights of the last use, if the next use can put the same tensors into the module. Otherwise empty.
+        self._ready: list[_Exchanged] = []
+        self._is_prefetched = False  # True if the loaded weights are from the prefetcher, which needs a `release`
+        self._spans: dict[str, FileSpan] = {}  # name → location, for weights in files
+        self._files: tuple[MappedFile, ...] = ()  # the files of these locations
+        self._number = _NOT_PREFETCHED  # this hook's number in the prefetcher
+        self._lock = threading.RLock()  # guards `_users`, `_present` and `_ready`
+        self._users: dict[int, int] = {}  # id of a thread → number of its uses that have not ended
         self._input_devices: dict[int, list[torch.device | None]] = {}  # by thread, innermost call last
 
     def __repr__(self) -> str:
@@ -106,6 +124,7 @@ class AlignDevicesHook(ModelHook):
         return twin
 
     def _state(self) -> dict[str, Any]:
+        """Return the attributes that can be copied. `__setstate__` creates the others."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "placeholders")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -122,6 +141,8 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module's tensors to the device (blocks), or replace them by meta tensors if they are offloaded.
+
+        With `offload`, buffers that are not offloaded are also moved. Tensors on the meta device are not moved.
 
         Raises:
             CheckpointError: A weight is not in the weights map, or has another shape in the weights map.
@@ -175,16 +196,23 @@ class AlignDevicesHook(ModelHook):
 
     def _locate_weights(self) -> None:
         """Store the locations of the weights in files, and register the hook with the prefetcher."""
+        # `StoredWeights` has `locate`. A mapping of the user may have no such method.
         locate = getattr(self.weights_map, "locate", None)
         for slot in self._slots:
             span = None if locate is None else locate(slot.name)
             if span is not None:
                 self._spans[slot.name] = span
+        former_bytes = self.num_bytes
         self._ready = []
         self._files = tuple({span.file for span in self._spans.values()})
         with without_guard():
             self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
-        if self.prefetcher is not None and self._slots and (self._spans or self.execution_device != _CPU):
+        # Weights in host memory that are used on the CPU are neither read nor copied.
+        needs_fetch = bool(self._slots) and (bool(self._spans) or self.execution_device != _CPU)
+        if self.prefetcher is None or not needs_fetch:
+            self._number = _NOT_PREFETCHED
+        elif self._number == _NOT_PREFETCHED or self.num_bytes != former_bytes:
+            # A unit of the same size keeps its number: the prefetcher counts the bytes of each number.
             self._number = self.prefetcher.add(self)
 
     def note_shared(self, present: Collection[int]) -> None:
@@ -195,12 +223,15 @@ class AlignDevicesHook(ModelHook):
     def offloaded(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, FileSpan | None]]:
         """Yield name, placeholder, value and location in a file (or None) of each offloaded tensor.
 
-        The placeholder is the meta tensor that the module has. Its dtype is the dtype of the forward.
+        The placeholder is the meta tensor that the module has. Its dtype is the dtype of the forward. If a user has
+        removed the tensor or assigned a value, it is the hook's meta tensor.
         """
         assert self.weights_map is not None
         for slot in self._slots:
             shown = slot.table(module).get(slot.leaf)
-            placeholder = slot.placeholder if shown is None or not shown.is_meta else shown
+            placeholder = slot.placeholder
+            if shown is not None and shown.is_meta:
+                placeholder = shown
             yield slot.name, placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
 
     def replace(self, module: nn.Module, name: str, value: torch.Tensor, span: FileSpan | None) -> None:
@@ -225,7 +256,6 @@ class AlignDevicesHook(ModelHook):
         """Discard prefetched weights, because values have changed."""
         if self.prefetcher is not None:
             self.prefetcher.discard()
-        self._number = -1
         self._locate_weights()
 
     def release(self, module: nn.Module) -> bool:
@@ -240,7 +270,7 @@ class AlignDevicesHook(ModelHook):
             span = self._spans.get(slot.name)
             if span is None:
                 slot.restore(module, self.weights_map[slot.name], copies=False)
-            elif shown is not None and shown.is_meta:
+            elif shown is not None and shown.is_meta:  # not removed or assigned by a user
                 has_files = True
                 slot.replaced_weight.value = self.weights_map[slot.name]
                 slot.replaced_weight.span = span
@@ -268,7 +298,7 @@ class AlignDevicesHook(ModelHook):
             value = self.weights_map[slot.name]
             weights.append((slot.name, value, slot.placeholder.dtype, self._spans.get(slot.name)))
         copies = (self.prefetcher or _NO_PREFETCH).copies_to(device)
-        if not copies.is_async:
+        if not copies.is_async:  # otherwise the copies read the files into pinned memory
             load_spans(self._spans.values())
         return copies.copy_in(weights)
 
@@ -300,8 +330,15 @@ class AlignDevicesHook(ModelHook):
     def load(self, module: nn.Module, device: torch.device | None = None) -> None:
         """Load the weights into the module. They stay loaded until every thread has called `unload` for each `load`.
 
-        `device` is the device for a use outside of a forward. None: the execution device. If the weights are already
-        loaded, they stay on the device of the earlier `load`.
+        If the weights are already loaded, they stay on the device of the earlier `load`.
+
+        Args:
+            module: The module of the hook.
+            device: The device for a use outside of a forward, such as `align_module_device`. Gradients are then kept.
+                Default: None, which loads for a forward on the execution device.
+
+        Raises:
+            CheckpointError: A file cannot be read, or has become shorter.
         """
         thread = threading.get_ident()
         users = self._users
@@ -315,6 +352,7 @@ class AlignDevicesHook(ModelHook):
             users[thread] = users.get(thread, 0) + 1
 
     def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
+        """Begin the first use. `device` is that of `load`."""
         if device is None and self._ready and self._is_still_ready() and self._is_cached():
             self._present += self._ready
             for table, leaf, _, weight in self._ready:
@@ -329,29 +367,38 @@ class AlignDevicesHook(ModelHook):
             for slot in self._slots:
                 table = slot.table(module)
                 tensor = table.get(slot.leaf)
-                if tensor is not None:
-                    (offloaded if tensor.is_meta else assigned).append((slot, table, tensor))
-        is_on_host = target == _CPU and not for_user
-        # Whether the next forward can use the same tensors: views of files and of host memory of this module alone.
+                if tensor is None:  # a user has removed it
+                    continue
+                if tensor.is_meta:
+                    offloaded.append((slot, table, tensor))
+                else:
+                    assigned.append((slot, table, tensor))
+        is_host_forward = target == _CPU and not for_user
+        # The next forward can use the same tensors if all of them are views of files or of host memory (`_is_lasting`).
+        # Tensors of submodules are excluded, because a submodule may be replaced, and `_is_still_ready` would compare
+        # the dicts of the former one.
         has_all = len(offloaded) == len(self._slots)
-        is_lasting = is_on_host and has_all and not any(slot.path for slot in self._slots)
+        is_lasting = is_host_forward and has_all and not any(slot.path for slot in self._slots)
         if offloaded:
-            records = is_on_host or torch.is_grad_enabled()
+            # A later forward that uses these tensors again may record gradients, even if this one does not.
+            records = is_host_forward or torch.is_grad_enabled()
             # Outside of inference mode, even if the forward runs in it: lasting tensors are used in later calls.
             with torch.inference_mode(False), torch.no_grad():
                 values = self._fetched(target).use()
                 for slot, table, placeholder in offloaded:
                     weight = slot.weight(placeholder, values[slot.name], records=records, for_user=for_user)
-                    self._present.append((table, slot.leaf, placeholder, weight))
+                    self._present.append(_Exchanged(table, slot.leaf, placeholder, weight))
                     is_lasting = is_lasting and self._is_lasting(slot, weight)
+        # Before values of the user are added, which later forwards must not use again.
         self._ready = self._present[:] if is_lasting else []
         for slot, table, tensor in assigned:
             # Values that the user has put into the module, for example by functional_call. A move is recorded for the
             # backward.
             if tensor.device != target:
-                self._present.append((table, slot.leaf, tensor, tensor.to(target)))
-        for table, leaf, _, loaded in self._present:
-            table[leaf] = loaded
+                self._present.append(_Exchanged(table, slot.leaf, tensor, tensor.to(target)))
+        # The module changes only after everything that may fail.
+        for table, leaf, _, weight in self._present:
+            table[leaf] = weight
 
     def _is_still_ready(self) -> bool:
         """Return whether the module's meta tensors, their dtypes and `requires_grad` are those of the last forward."""
@@ -373,19 +420,23 @@ class AlignDevicesHook(ModelHook):
 
     def _fetched(self, device: torch.device) -> Fetched:
         """Return the weights on a device. Use the prefetcher if it loads to this device."""
-        if self._number < 0 or self.prefetcher is None or device != self.execution_device:
+        if self._number == _NOT_PREFETCHED or self.prefetcher is None or device != self.execution_device:
             return self._fetch(device)
         fetched = self.prefetcher.acquire(self._number)
-        self._is_prefetched = True
+        self._is_prefetched = True  # before `follow`, so that `_end_use` releases the unit if `follow` raises
         self.prefetcher.follow(self._number)
         return fetched
 
     def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
         """Return whether the next forward can use a loaded weight again: it is a view of memory that is not freed."""
         assert self.weights_map is not None
+        # A user-written weights map may return new memory at each access.
         memory_stays = slot.name in self._spans or slot.former is not None
-        if not memory_stays or (slot.is_shared and weight is not slot.former):
+        # A later forward must use `former` itself once its `requires_grad` is that of the module's tensor.
+        is_copy_of_shared = slot.is_shared and weight is not slot.former
+        if not memory_stays or is_copy_of_shared:
             return False
+        # False if the dtype was converted, which needs new memory.
         return weight.data_ptr() == self.weights_map[slot.name].data_ptr()
 
     def unload(self) -> None:
@@ -403,8 +454,9 @@ class AlignDevicesHook(ModelHook):
                 self._end_use()
 
     def _end_use(self) -> None:
+        """Unload the weights. Has no effect between uses."""
         for table, leaf, shown, weight in self._present:
-            if table.get(leaf) is weight:  # a value that a user has assigned stays
+            if table.get(leaf) is weight:  # a value that a user has assigned during the use stays
                 table[leaf] = shown
         self._present.clear()
         if self._is_prefetched and self.prefetcher is not None:
@@ -453,7 +505,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
 
     Args:
         module: The module. If its weights are offloaded, they are loaded to the device and unloaded at the end, and
-            changes may be lost. Otherwise they are moved to the device and back, with their changes.
+            changes may be lost. Otherwise its parameters are moved to the device and back, with their changes.
         execution_device: The device. None: offloaded weights are loaded to the device of their hook, and weights that
             are not offloaded stay on their device.
     """
@@ -467,13 +519,13 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             yield
     elif execution_device is not None:
         device = to_device(execution_device)
-        before = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        original_devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
         try:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(device)
             yield
         finally:
             for name, parameter in module.named_parameters(recurse=False):
-                parameter.data = parameter.data.to(before[name])
+                parameter.data = parameter.data.to(original_devices[name])
     else:
         yield

@@ -26,18 +26,19 @@ from trainwright.strategies.offload.prefetch import Prefetcher
 
 @dataclass(frozen=True)
 class _HookArguments:
-    """Arguments that all hooks of one model share."""
+    """Arguments that all hooks of one model share. See `AlignDevicesHook` and `attach_align_device_hook`."""
 
     weights_map: WeightsMap | None
     offload_buffers: bool
     skip_keys: str | list[str] | None
-    preload: Collection[str]
+    preload: Collection[str]  # `preload_module_classes`
     prefetcher: Prefetcher | None
     placeholders: Placeholders = field(default_factory=Placeholders)
 
     def is_loaded_as_one(self, module: nn.Module) -> bool:
         """Return whether a module's weights are loaded with those of its submodules, because it does not call these."""
-        return type(module).__name__ in self.preload or isinstance(module, nn.MultiheadAttention)  # its out_proj
+        # nn.MultiheadAttention uses the weight of its `out_proj` in a function.
+        return type(module).__name__ in self.preload or isinstance(module, nn.MultiheadAttention)
 
 
 def attach_execution_device_hook(
@@ -115,7 +116,8 @@ def attach_align_device_hook_on_blocks(
     Args:
         module: Modified in place, with all its submodules.
         execution_device: One device, or a map: name of a block → device. `""` is the model itself.
-        offload: Offload the weights between forwards. One value, or a map: name of a block → value.
+        offload: Offload the weights between forwards. One value, or a map: name of a block → value. Only names that are
+            in both maps count.
         weights_map, module_name, preload_module_classes: See `attach_align_device_hook`.
         offload_buffers, skip_keys, tied_params_map, prefetcher: See `AlignDevicesHook`.
     """
@@ -131,9 +133,17 @@ def attach_align_device_hook_on_blocks(
         _attach(module, devices, offloads, module_name, options, outer=True)
     elif offload:
         _attach(module, {module_name: execution_device}, {module_name: True}, module_name, options, outer=False)
-    else:
+    else:  # the full model is on one device, and one hook moves it with its inputs
         hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, skip_keys=skip_keys)
         add_hook_to_module(module, hook, append=True)
+
+
+class _PlannedHook(NamedTuple):
+    """A hook to add to a module."""
+
+    device: Device | None
+    offload: bool
+    tensor_names: frozenset[str] | None  # tensors that it moves or offloads. None: all, with those of submodules.
 
 
 def _attach(
@@ -145,10 +155,13 @@ def _attach(
     *,
     outer: bool,
 ) -> None:
-    """Add a hook to each module that has weights, and one for each tensor that has its own entry in `devices`.
+    """Add a hook to each module that has weights, and one for each tensor that has its own entry in the maps.
 
     With `outer`, modules whose submodules have weights also get a hook, which moves the inputs of a call to the device
     of the module. The full model then returns its output on the device of its input.
+
+    For example, a linear layer `"head"` gets two hooks if the maps have the entries `"head"` and `"head.bias"`: one for
+    the weight, and one for the bias.
     """
     entries = devices.keys() & offloads.keys()
     loaded_with_outer: tuple[str, ...] = ()  # prefixes of modules whose weights are loaded as one
@@ -156,6 +169,7 @@ def _attach(
         prefix = f"{path}." if path else ""
         if loaded_with_outer and prefix.startswith(loaded_with_outer):
             continue
+        # Tensors that belong directly to this module.
         own_names = frozenset(name for name, _, _ in tensors_of(module, recurse=False))
         names_with_entry = {name for name in own_names if prefix + name in entries}
         block = innermost(path, entries)
@@ -169,9 +183,9 @@ def _attach(
             if is_loaded_as_one:
                 hooks.append(_PlannedHook(devices[block], True, None))
             elif own_names or moves_inputs:
-                names = own_names - names_with_entry
+                names = own_names - names_with_entry  # empty for a hook that only moves inputs
                 hooks.append(_PlannedHook(devices[block], offloads[block] and bool(names), names))
-        elif outer and path == "":
+        elif outer and path == "":  # not in both maps: the hook only moves inputs and the output
             hooks.append(_PlannedHook(devices.get(""), False, frozenset()))
         for name in sorted(names_with_entry):
             entry = prefix + name
@@ -194,13 +208,8 @@ def _attach(
             )
             hook.placeholders = options.placeholders
             add_hook_to_module(module, hook, append=True)
+    # After all modules have their hooks, which decide the tensors that remain in memory.
     note_shared(model)
-
-
-class _PlannedHook(NamedTuple):
-    device: Device | None
-    offload: bool
-    tensor_names: frozenset[str] | None  # None: all, with those of submodules
 
 
 def check_first_forward(model: nn.Module) -> None:
@@ -216,6 +225,7 @@ def check_first_forward(model: nn.Module) -> None:
 
 
 def _check_initialized(module: nn.Module) -> None:
+    """Raise ConfigurationError if a weight in `module` is on the meta device and no hook loads it."""
     offloaded: set[tuple[int, str]] = set()
     for part in module.modules():
         for hook in offloading_hooks(part):
@@ -238,7 +248,10 @@ def _check_initialized(module: nn.Module) -> None:
 
 
 def innermost(name: str, entries: Collection[str]) -> str | None:
-    """Return `name` if it is in `entries`, or else the closest module in `entries` that contains it, or else None."""
+    """Return `name` if it is in `entries`, or else the closest module in `entries` that contains it, or else None.
+
+    The full model is `""`. For `"a.b.c"` and the entries `""` and `"a"`, return `"a"`.
+    """
     while name not in entries:
         if not name:
             return None

@@ -21,11 +21,14 @@ class LoadedKeys(NamedTuple):
 
 
 def match(weights: Sequence[Weight], stored: Collection[str]) -> LoadedKeys:
-    """Find the name of each weight in the checkpoint, and return the names that are on only one side."""
+    """Set the `source` of each weight to its name in the checkpoint, and return the names that are on only one side.
+
+    `stored` are the names in the checkpoint. A weight that is stored under one of its names is not missing.
+    """
     missing: list[str] = []
-    known: set[str] = set()
+    known: set[str] = set()  # all names under which weights of the model may be stored
     for weight in weights:
-        names = []
+        names = []  # possible names of this weight
         for name in weight.names:
             names.append(name)
             # Checkpoints do not contain the prefixes that torch.compile adds to names.
@@ -37,11 +40,15 @@ def match(weights: Sequence[Weight], stored: Collection[str]) -> LoadedKeys:
         weight.source = present[-1] if present else None
         if not present:
             missing.append(weight.names[0])
-    return LoadedKeys(missing, [name for name in stored if name not in known])
+    unexpected = [name for name in stored if name not in known]
+    return LoadedKeys(missing, unexpected)
 
 
 def report(keys: LoadedKeys, empty: list[str], checkpoint: PathLike, strict: bool) -> None:
-    """Warn, or with `strict` raise CheckpointError, if names differ. `empty` are weights that have no values."""
+    """Warn, or with `strict` raise CheckpointError, if names differ.
+
+    `empty` are the names of missing weights that have no values in the model either.
+    """
     if not keys.missing_keys and not keys.unexpected_keys:
         return
     parts = []

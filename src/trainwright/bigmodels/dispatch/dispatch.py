@@ -54,7 +54,8 @@ def dispatch_model(
             classes in the model's `_no_split_modules`. Default: `"auto"`.
         main_device: The device that runs the modules whose weights are on the CPU or the disk. Default: the first
             accelerator of the map. If all weights are on the disk, the current accelerator. Otherwise the CPU.
-        state_dict: Values of offloaded weights and of tensors on the meta device. Default: the model's values.
+        state_dict: Values of offloaded weights and of tensors on the meta device. If it contains several names of a
+            tied weight, the value of the last one is used. Default: the model's values.
         offload_dir: Folder to which weights on the disk are written. Not needed for weights of a safetensors checkpoint
             that was loaded to the disk, and for weights that a previous call has written.
         offload_index: Index of the files in `offload_dir`. Default: the folder's `index.json`.
@@ -69,8 +70,8 @@ def dispatch_model(
         The model, with the attribute `hf_device_map`. After an error, weights and files are unchanged.
 
     Raises:
-        ConfigurationError: The map does not cover the model, a device is unknown or not on this machine, or a folder
-            is required.
+        ConfigurationError: The map does not cover the model, a device is unknown or not on this machine, a folder is
+            required, `prefetch_bytes` is invalid, or `strict` and a name is unknown.
         CheckpointError: Tensors have no values, or offloaded weights cannot be found or written.
     """
     checked = _checked_map(model, device_map, offload_buffers, strict)
@@ -104,6 +105,7 @@ def attach_places(
     devices = list(device_map.values())
     if force_hooks or len(set(devices)) > 1 or "disk" in devices:
         main = choose_main_device(devices, main_device)
+        # If the main device is the CPU or shares its memory, weights on the CPU need not be copied for a forward.
         offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
         _add_hooks(places, main, offloaded, skip_keys, preload_module_classes, prefetch_bytes)
     else:
@@ -123,10 +125,14 @@ def _add_hooks(
     """Add hooks to a model, and offload the weights whose map entry is in `offloaded`. Their modules run on `main`."""
     model = places.model
     device_map = places.device_map or {}
+    # Everything that may fail for missing values comes before hooks are added.
     places.fill_empty()
     values = places.offload(offloaded)
-    runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in device_map.items()}
-    runs_on.setdefault("", main)
+    runs_on: dict[str, torch.device] = {}  # name in the map → device that runs this module
+    for name, device in device_map.items():
+        runs_on[name] = main if device in ("cpu", "disk") else to_device(device)
+    runs_on.setdefault("", main)  # the full model's hook moves inputs, even if the map has no entry for it
+    # Before the hooks move parameters, in place and for all modules that share them.
     _separate_tied(model, device_map, runs_on)
     attach_align_device_hook_on_blocks(
         model,
@@ -155,18 +161,24 @@ def _checked_map(
             no_split_module_classes=list(no_split or ()),
             offload_buffers=offload_buffers,
         )
-    unplaced: Any = getattr(model, "_no_placement_params", None)  # defined by models of transformers
-    ends = tuple(unplaced or ())
-    staying = {name: "cpu" for name, _ in model.named_parameters() if ends and name.endswith(ends)}
-    check_device_map(model, staying | dict(device_map), strict=strict)
+    # Models of transformers define this attribute. Their parameters with these endings may be missing in the map, and
+    # stay where they are. For the check, they get an entry.
+    unplaced: Any = getattr(model, "_no_placement_params", None)
+    endings = tuple(unplaced or ())
+    optional = {name: "cpu" for name, _ in model.named_parameters() if name.endswith(endings)}
+    check_device_map(model, optional | dict(device_map), strict=strict)
     check_available(device_map)
     return dict(device_map)
 
 
-def choose_main_device(devices: list[Device], asked: Device | None = None) -> torch.device:
-    """Return `asked`, or else the default of `main_device` in `dispatch_model` for the devices of a map."""
-    if asked is not None:
-        return checked_device(asked)
+def choose_main_device(devices: list[Device], main_device: Device | None = None) -> torch.device:
+    """Return `main_device`, or else its default in `dispatch_model` for the devices of a map.
+
+    Raises:
+        ConfigurationError: `main_device` is not on this machine.
+    """
+    if main_device is not None:
+        return checked_device(main_device)
     first = next((device for device in devices if device not in ("cpu", "disk")), None)
     if first is not None:
         return to_device(first)
@@ -174,22 +186,28 @@ def choose_main_device(devices: list[Device], asked: Device | None = None) -> to
 
 
 def _separate_tied(model: nn.Module, device_map: Mapping[str, Device], runs_on: Mapping[str, torch.device]) -> None:
-    """Untie parameters that are shared by modules on different devices."""
-    places: dict[int, torch.device] = {}
+    """Untie parameters that are shared by modules on different devices. Offloaded modules keep their ties."""
+    first_devices: dict[int, torch.device] = {}  # id of a parameter → device of the first module that has it
     for path, module in model.named_modules():
         block = innermost(path, device_map)
         if block is None or device_map[block] in ("cpu", "disk"):
             continue
         for name, parameter in module._parameters.items():
-            if parameter is not None and places.setdefault(id(parameter), runs_on[block]) != runs_on[block]:
+            if parameter is None:
+                continue
+            first_device = first_devices.setdefault(id(parameter), runs_on[block])
+            if first_device != runs_on[block]:
                 module._parameters[name] = nn.Parameter(parameter.detach(), parameter.requires_grad)
 
 
-def _execution_device(model: nn.Module, asked: Device | None) -> torch.device:
-    if asked is not None:
-        return checked_device(asked)
+def _execution_device(model: nn.Module, execution_device: Device | None) -> torch.device:
+    """Return `execution_device`, or else its default in `cpu_offload`."""
+    if execution_device is not None:
+        return checked_device(execution_device)
     first = next(model.parameters(), None)
-    return default_device() if first is None or first.device.type in ("cpu", "meta") else first.device
+    if first is None or first.device.type in ("cpu", "meta"):
+        return default_device()
+    return first.device
 
 
 def cpu_offload(
@@ -206,7 +224,7 @@ def cpu_offload(
     Args:
         model: Modified in place.
         execution_device: The device that runs the model. Default: the accelerator that the model is on, or the current
-            accelerator.
+            accelerator, or the CPU without one.
         state_dict: Name of a weight → its value, also for weights on the meta device. Default: the model's values.
         offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
 
@@ -215,7 +233,7 @@ def cpu_offload(
 
     Raises:
         CheckpointError: A weight has no values, or is not in `state_dict`. The model is as before.
-        ConfigurationError: The device is not on this machine.
+        ConfigurationError: The device is not on this machine, or `prefetch_bytes` is invalid.
     """
     device = _execution_device(model, execution_device)
     with restored_on_failure(model):
@@ -248,7 +266,7 @@ def disk_offload(
     Raises:
         CheckpointError: A weight is neither in the model nor in the folder, or cannot be written. The model and the
             files are as before.
-        ConfigurationError: The device is not on this machine.
+        ConfigurationError: The device is not on this machine, or `prefetch_bytes` is invalid.
     """
     device = _execution_device(model, execution_device)
     with restored_on_failure(model):
@@ -275,6 +293,9 @@ def cpu_offload_with_hook(
 
     Returns:
         The model, and its hook: `offload()` moves the model to the CPU, `remove()` removes the hook.
+
+    Raises:
+        ConfigurationError: The device is not on this machine.
     """
     hook = CpuOffload(None if execution_device is None else checked_device(execution_device), prev_module_hook)
     add_hook_to_module(model, hook, append=True)

@@ -71,7 +71,8 @@ def load_checkpoint_in_model(
     Raises:
         CheckpointError: The checkpoint is missing, damaged or truncated; a shape or a kind of dtype differs; or, with
             `strict`, names differ. The model and the files are as before.
-        ConfigurationError: An argument is invalid, or `offload_folder` is required.
+        ConfigurationError: An argument is invalid, `device_map` does not cover the model or has a device that is not on
+            this machine, or `offload_folder` is required. For sharded models, `dtype` differs from the model's.
     """
     final_dtype = to_dtype(dtype)
     keep = keep_in_fp32_modules or ()
@@ -110,8 +111,11 @@ def to_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def _is_for_torch(model: nn.Module, full_state_dict: bool, broadcast_from_rank0: bool) -> bool:
     """Return whether torch has to shard or broadcast the weights."""
-    kinds = {type(parameter).__module__ for parameter in model.parameters()}
-    return broadcast_from_rank0 or (not full_state_dict and any(kind.startswith("torch.distributed") for kind in kinds))
+    if broadcast_from_rank0:
+        return True
+    modules = {type(parameter).__module__ for parameter in model.parameters()}
+    has_dtensors = any(module.startswith("torch.distributed") for module in modules)
+    return has_dtensors and not full_state_dict
 
 
 def _load_distributed(
@@ -123,16 +127,17 @@ def _load_distributed(
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> LoadedKeys:
-    """Load weights with torch, which shards them for a model of DTensors."""
+    """Load weights with torch, which shards them for a model of DTensors. Collective."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     weights = WeightPlaces(model).saved
     for weight in weights:
         weight.choose_dtype(dtype, keep_in_fp32)
-    other = [weight for weight in weights if weight.dtype != weight.tensor.dtype]
-    if other:
+    converted = [weight for weight in weights if weight.dtype != weight.tensor.dtype]
+    if converted:
+        first = converted[0]
         raise ConfigurationError(
-            f"dtype={dtype}: {other[0].names[0]!r} and {len(other) - 1} other tensors are {other[0].tensor.dtype}, "
+            f"dtype={dtype}: {first.names[0]!r} and {len(converted) - 1} other tensors are {first.tensor.dtype}, "
             "and torch loads sharded or broadcast weights into the existing tensors. Convert the model before it is "
             "sharded."
         )
@@ -188,7 +193,7 @@ def load_checkpoint_and_dispatch(
         CheckpointError: `load_checkpoint_in_model` raises it, or a weight has values neither in the checkpoint nor in
             the model.
         ConfigurationError: `device_map` is an unknown word, does not cover the model, or contains a device that is not
-            on this machine. The model and the files are as before.
+            on this machine; or another argument is invalid. The model and the files are as before.
     """
     final_dtype = to_dtype(dtype)
     resolved: Mapping[str, Device] | None = None
@@ -208,7 +213,7 @@ def load_checkpoint_and_dispatch(
             _load_distributed(model, Path(checkpoint), final_dtype, keep, strict, full_state_dict, broadcast_from_rank0)
             return model
         if resolved is not None:
-            remove_placement(model)
+            remove_placement(model)  # before the places are computed from the model's tensors and hooks
         places = WeightPlaces(model, resolved, folder=offload_folder, offload_buffers=offload_buffers)
         places.fill(
             read_checkpoint(Path(checkpoint)),
@@ -233,6 +238,11 @@ def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: PathLike
 ) -> None:
     """Load the weights in `index` from an offload folder into a model, on the CPU and mapped from their files.
+
+    Args:
+        model: Modified in place. Weights that are not in `index` are not changed.
+        index: The index of the folder. None or an empty index loads nothing.
+        offload_folder: A folder that `offload_state_dict` wrote.
 
     Raises:
         CheckpointError: A file is missing or too short.

@@ -19,8 +19,9 @@ from trainwright.bigmodels.dispatch.moves import allow_moves
 from trainwright.bigmodels.weights.moving import Device, default_device, move_inputs, to_device
 from trainwright.core.host.memory import clear_device_cache
 
-_HOOK = "_hf_hook"  # the name that other libraries (peft, diffusers) read
-_HANDLES = "_hf_hook_handles"
+# Entries of a module's `__dict__`. Both exist while a module has a hook.
+_HOOK = "_hf_hook"  # the `ModelHook`. Other libraries (peft, diffusers) read this name.
+_HANDLES = "_hf_hook_handles"  # the handles of torch's forward hooks that call it
 
 
 class ModelHook:
@@ -57,9 +58,9 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks whose methods are called in order."""
+    """Several hooks whose methods are called in order, `post_forward` and `detach_hook` included."""
 
-    runs_after_failure = True  # post_forward calls only the hooks that have it set
+    runs_after_failure = True  # post_forward then calls only the hooks that also have this set
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -88,6 +89,7 @@ class SequentialHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Pass the output through each hook. After an error, only call hooks with `runs_after_failure`."""
+        # torch calls this hook while it handles the error. An output of None alone is a valid result.
         failed = output is None and sys.exc_info()[1] is not None
         for hook in self.hooks:
             if hook.runs_after_failure or not failed:
@@ -115,7 +117,9 @@ class _Calls:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         changed = self.hook.pre_forward(module, *args, **kwargs)
         if self.hook.no_grad:
-            if not self._grad_modes:  # torch also runs forward hooks that are registered during the call
+            # Registered once, at the first call without gradients: entries of `_grad_modes` are never removed. torch
+            # also runs forward hooks that are registered during the call.
+            if not self._grad_modes:
                 restore = module.register_forward_hook(self.restore_grad_mode, prepend=True, always_call=True)
                 module.__dict__[_HANDLES].append(restore)
             self._grad_modes.setdefault(threading.get_ident(), []).append(torch.is_grad_enabled())
@@ -151,6 +155,7 @@ def before_next_forward(module: nn.Module, act: Callable[[nn.Module], None]) -> 
 
 
 def _forget_once(module: nn.Module) -> None:
+    """Remove the hook of `before_next_forward`."""
     for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _Once)]:
         del module._forward_pre_hooks[key]
 
@@ -162,7 +167,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         module: Modified in place.
         hook: The hook, which is also stored as `module._hf_hook`.
         append: Keep an existing hook, and run the new hook after it. Default: False, which calls `detach_hook` of the
-            existing hook and removes it.
+            existing hook and removes it first.
 
     Returns:
         The return value of the hook's `init_hook`, which is the module by default.
@@ -181,6 +186,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def _register(module: nn.Module, hook: ModelHook) -> None:
+    """Register torch's forward hooks that call a `ModelHook`."""
     calls = _Calls(hook)
     # Runs before all other forward pre-hooks, because they may read the weights.
     handles = [module.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True)]
@@ -190,6 +196,7 @@ def _register(module: nn.Module, hook: ModelHook) -> None:
 
 
 def _unregister(module: nn.Module) -> None:
+    """Remove a module's hook without `detach_hook`. The module can be moved again, unless weights are only on disk."""
     for handle in module.__dict__.pop(_HANDLES, ()):
         handle.remove()
     module.__dict__.pop(_HOOK, None)
@@ -198,12 +205,12 @@ def _unregister(module: nn.Module) -> None:
 
 def hook_of(module: nn.Module) -> ModelHook | None:
     """Return a module's hook, a `SequentialHook` if it has several hooks, or None if it has no hook."""
-    found: ModelHook | None = module.__dict__.get(_HOOK)
-    return found
+    hook: ModelHook | None = module.__dict__.get(_HOOK)
+    return hook
 
 
 def hooks_of(module: nn.Module) -> list[ModelHook]:
-    """Return a list of a module's hooks in the order in which they run."""
+    """Return a list of a module's hooks in the order in which they run, with those of each `SequentialHook`."""
     return list(_flat(hook_of(module)))
 
 
@@ -216,7 +223,7 @@ def _flat(hook: ModelHook | None) -> Iterator[ModelHook]:
 
 
 def set_hook(module: nn.Module, hook: ModelHook | None) -> None:
-    """Replace or remove a module's hook without calling `init_hook` and `detach_hook`."""
+    """Replace a module's hook without calling `init_hook` and `detach_hook`. With None, the hook is only removed."""
     _unregister(module)
     if hook is not None:
         module.__dict__[_HOOK] = hook
@@ -224,11 +231,14 @@ def set_hook(module: nn.Module, hook: ModelHook | None) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove a module's hook, with its `detach_hook`.
+    """Remove a module's hook after calling its `detach_hook`.
 
     Args:
         module: Modified in place.
-        recurse: Also remove the hooks of all submodules.
+        recurse: Also remove the hooks of all submodules. Default: False.
+
+    Returns:
+        The module. A replacement that `detach_hook` returns is ignored.
     """
     hook = module.__dict__.get(_HOOK)
     _forget_once(module)
@@ -249,6 +259,8 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 class CpuOffload(ModelHook):
     """Hook that stores a model on the CPU, and moves it to a device at a call. The model then stays on the device.
 
+    Removing the hook does not move the model.
+
     Args:
         execution_device: The device that runs the model. Default: the current accelerator, or the CPU.
         prev_module_hook: The hook of the previous model of a pipeline. A call of this model first moves the previous
@@ -268,7 +280,7 @@ class CpuOffload(ModelHook):
     def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Offload the previous model, and move this model and its arguments to the device."""
         if self.prev_module_hook is not None and self.prev_module_hook.offload():
-            clear_device_cache()
+            clear_device_cache()  # before this model needs the memory
         _moved(module, self.execution_device)
         return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device)
 
@@ -291,16 +303,16 @@ class UserCpuOffloadHook:
     def offload(self) -> bool:
         """Move the model to the CPU. Return whether it was on another device. Blocks."""
         first = next(self.model.parameters(), None)
-        elsewhere = first is not None and first.device.type != "cpu"
+        was_on_device = first is not None and first.device.type != "cpu"
         self.hook.init_hook(self.model)
-        return elsewhere
+        return was_on_device
 
     def remove(self) -> None:
         """Remove the hook. The model stays on its device."""
         remove_hook_from_module(self.model)
 
 
-# Layers with most of a model's weights, for which rounding is harmless. It is not for norms and embeddings.
+# Layers that contain most of a model's weights. Rounding them is harmless, unlike rounding norms and embeddings.
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -313,7 +325,7 @@ class LayerwiseCastingHook(ModelHook):
         non_blocking: Do not wait for the conversion.
     """
 
-    runs_after_failure = True
+    runs_after_failure = True  # to convert the weights back
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
         self.storage_dtype = storage_dtype
@@ -354,11 +366,11 @@ def attach_layerwise_casting_hooks(
     """Store weights of linear and convolutional layers in one dtype, and compute in another. For inference.
 
     Args:
-        module: The module, which is changed.
-        storage_dtype: Dtype between forwards. `torch.float8_e4m3fn` takes half the memory of bfloat16.
+        module: The module, which is changed in place. It may itself be such a layer.
+        storage_dtype: Dtype between forwards, such as `torch.float8_e4m3fn`, which takes half the memory of bfloat16.
         compute_dtype: Dtype during a forward.
         skip_modules_pattern: Regular expressions. Modules whose dotted name contains a match are not changed, nor are
-            their submodules.
+            their submodules. One expression, or several in a tuple. Default: None, which skips no module.
         skip_modules_classes: Classes whose modules and their submodules are not changed.
         non_blocking: Do not wait for the conversions.
     """
@@ -371,7 +383,7 @@ def attach_layerwise_casting_hooks(
         if isinstance(part, _LAYERS):
             add_hook_to_module(part, hook, append=True)
             return
-        for own, child in part.named_children():
-            attach(child, f"{name}.{own}" if name else own)
+        for child_name, child in part.named_children():
+            attach(child, f"{name}.{child_name}" if name else child_name)
 
     attach(module, "")

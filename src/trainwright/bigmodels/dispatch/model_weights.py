@@ -19,13 +19,13 @@ PathLike = str | os.PathLike[str]
 
 
 class HookedValue(NamedTuple):
-    """A weight that a hook offloads: its name in the hook's module, its value, and the value's location in a file."""
+    """A weight that a hook offloads."""
 
     hook: AlignDevicesHook
-    module: nn.Module
-    name: str
+    module: nn.Module  # the hook's module
+    name: str  # in the hook's module
     value: torch.Tensor
-    span: FileSpan | None
+    span: FileSpan | None  # location of the value in a file. None if it is in memory.
 
 
 @dataclass(slots=True)
@@ -33,12 +33,15 @@ class Weight:
     """A parameter or buffer of a model.
 
     Attributes:
-        tensor: The tensor in the model, which may be a placeholder.
+        tensor: The tensor in the model, which may be a placeholder. If some modules have a parameter and others its
+            placeholder, this is the parameter.
+        is_buffer: True for buffers.
         is_saved: False for buffers that are not in state dicts.
         names: Names in the model. Several if modules share the tensor.
-        source: Its name in the checkpoint.
-        device: Its final device. None: it stays on the disk.
-        hooked: Its values in hooks.
+        source: Its name in the checkpoint. `match` sets it. None: the checkpoint does not contain it.
+        device: Its final device. `WeightPlaces` sets it. None: it stays on the disk.
+        dtype: Its dtype after loading. `choose_dtype` sets it.
+        hooked: Its values in hooks. Empty if no hook offloads it.
     """
 
     tensor: torch.Tensor
@@ -57,7 +60,7 @@ class Weight:
 
     @property
     def value_in_file(self) -> torch.Tensor | None:
-        """The value of a weight that is only in a file and has no hook."""
+        """The value of a weight that is only in a file and has no hook, or None."""
         replaced = replaced_weight(self.tensor)
         return None if replaced is None else replaced.value
 
@@ -67,9 +70,13 @@ class Weight:
         return not self.tensor.is_meta or bool(self.hooked) or self.value_in_file is not None
 
     def find_in(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return the first value under one of the weight's names. Files store only one name of tied weights."""
-        for name in self.names:
-            if name in values:
+        """Return the weight's value in a state dict, or None.
+
+        State dicts may contain only one name of tied weights. If they contain several, the last one is used, as in
+        `load_state_dict`. Meta tensors are skipped.
+        """
+        for name in reversed(self.names):
+            if name in values and not values[name].is_meta:
                 return values[name]
         return None
 
@@ -90,6 +97,7 @@ class Weight:
 def find_weights(model: nn.Module) -> list[Weight]:
     """Return the model's parameters and buffers, each once, with all its names."""
     found: dict[int, Weight] = {}  # by the id of the tensor, which modules with tied weights share
+    # Placeholders count as the parameter that they replace, if another module has it.
     same = partly_offloaded(model)
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -104,6 +112,8 @@ def find_weights(model: nn.Module) -> list[Weight]:
     for module in model.modules():
         for hook in offloading_hooks(module):
             for name, shown, value, span in hook.offloaded(module):
+                # None if the value is assigned by a user, and for placeholders in `same`, whose hooks share the memory
+                # of the parameter.
                 weight = found.get(id(shown))
                 if weight is not None and shown.is_meta:
                     weight.hooked.append(HookedValue(hook, module, name, value, span))
@@ -127,7 +137,7 @@ def new_value(weight: Weight, stored: StoredWeights) -> torch.Tensor | None:
 
 
 def compare(weights: list[Weight], stored: StoredWeights, checkpoint: PathLike) -> None:
-    """Raise CheckpointError if shapes or kinds of dtypes of model and checkpoint differ."""
+    """Raise CheckpointError if shapes or kinds of dtypes of model and checkpoint differ. See `_kind`."""
     wrong: list[str] = []
     for weight in weights:
         assert weight.source is not None
@@ -150,4 +160,5 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _within(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a weight is in a module of one of these names: `"a.norm.weight"` is in `"norm"` and `"a.norm"`."""
     return any(name == module or f".{module}." in f".{name}" for module in modules)

@@ -11,7 +11,10 @@ from torch import nn
 from trainwright.bigmodels.weights.placeholders import in_files
 from trainwright.core.errors import ConfigurationError
 
-_MOVES = ("to", "cuda", "xpu", "cpu", "to_empty")
+_MOVES = ("to", "cuda", "xpu", "cpu", "to_empty")  # methods of modules
+
+
+# `refuse_moves` stores replacements in the model's `__dict__`, where they hide the methods of its class.
 
 
 def refuse_moves(model: nn.Module) -> None:
@@ -30,7 +33,10 @@ def allow_moves(module: nn.Module) -> None:
 
 
 class _Move:
-    """Replacement of a method that moves a model."""
+    """Replacement of a method that moves a model.
+
+    `_model` is None in a copy without its model. Calling it then raises an error.
+    """
 
     def __init__(self, name: str, model: nn.Module | None) -> None:
         self._name = name
@@ -40,10 +46,11 @@ class _Move:
         return {"name": self._name, "model": None if self._model is None else self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["name"], state["model"])  # type: ignore[misc]  # for the copied model
+        self.__init__(state["name"], state["model"])  # type: ignore[misc]  # the model of the same pickle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         model = None if self._model is None else self._model()
+        # The copied model. `Module` has no `__deepcopy__`, so copy adds it to `memo` before its attributes are copied.
         return _Move(self._name, memo.get(id(model)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,13 +61,17 @@ class _Move:
                 f"the model of this {self._name}() no longer exists. Keep a reference to the model while you "
                 "use its method."
             )
-        if self._name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+        # `to` also converts dtypes, which placeholders support. The parsed device is then None.
+        has_device = self._name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None
+        if has_device:
             _check_has_weights(model)
         return getattr(type(model), self._name)(model, *args, **kwargs)
 
 
 def _check_has_weights(model: nn.Module) -> None:
+    """Raise ConfigurationError if weights are offloaded by hooks or only in files."""
     stored = in_files(model)
+    # Without hooks, other meta tensors have no values anywhere, and a move loses nothing.
     is_hooked = "_hf_hook" in model.__dict__
     lost = [name for name, tensor in model.state_dict().items() if tensor.is_meta and (is_hooked or name in stored)]
     if lost:

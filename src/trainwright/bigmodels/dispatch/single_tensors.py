@@ -42,15 +42,15 @@ def set_module_tensor_to_device(
         device: The target.
         value: New values, with the tensor's shape. Default: the current values.
         dtype: The new dtype. Default: the current dtype.
-        fp16_statistics: Row scales of an int8 weight of bitsandbytes.
-        tied_params_map: Address of a weight's memory → copies of the weight by device. An existing copy is used. A new
-            copy is added.
+        fp16_statistics: Row scales of an int8 weight of bitsandbytes, which become its attribute `SCB`.
+        tied_params_map: Address of a weight's memory (`data_ptr()`) → copies of the weight by device. An existing copy
+            is used. A new copy is added if the map has an entry for the weight.
         non_blocking: Do not wait for the copy.
         clear_cache: Release the accelerator's cached memory afterwards.
 
     Raises:
-        ConfigurationError: There is no such tensor, the device is not on this machine, the shape differs, or a meta
-            tensor is moved without `value`. The module is as before.
+        ConfigurationError: The module has no tensor of this name, the device is not on this machine, the shape differs,
+            the dtype is not a floating-point dtype, or a meta tensor is moved without `value`. The module is as before.
     """
     former = _find_tensor(module, tensor_name)
     if former is None:
@@ -68,12 +68,12 @@ def set_module_tensor_to_device(
     if tied_params_map is not None:
         copies = tied_params_map.get(source.data_ptr())
     if copies is not None and target in copies:
-        new = copies[target]
+        new = copies[target]  # the same object for all modules that share the weight
     else:
         moved = source.to(target, to_dtype(dtype) or former.dtype, non_blocking=non_blocking)
         new = like(former, moved)
         if fp16_statistics is not None:
-            new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]  # where bitsandbytes looks for it
+            new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]  # an attribute of bitsandbytes
         if copies is not None:
             copies[target] = new
     put(module, tensor_name, new)
@@ -82,6 +82,7 @@ def set_module_tensor_to_device(
 
 
 def _find_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return a parameter or buffer by its dotted name, or None if the module has none of this name."""
     path, _, leaf = name.rpartition(".")
     owner = dict(module.named_modules()).get(path)
     if owner is None:
@@ -96,9 +97,9 @@ def load_state_dict(
 
     Args:
         checkpoint_file: A file of safetensors or `torch.save`. No code in it is executed.
-        device_map: Module name → device. `""` is the entry of all other tensors. Default: the CPU. Tensors on the CPU
-            and the disk are views of a safetensors file, which are read on first access. Other formats are read into
-            memory.
+        device_map: Module name → device. `""` is the entry of all other tensors. Default: the CPU, also for tensors
+            without an entry. Tensors on the CPU and the disk are views of a safetensors file, which are read on first
+            access. Other formats are read into memory.
 
     Raises:
         CheckpointError: The file is missing, damaged or truncated.

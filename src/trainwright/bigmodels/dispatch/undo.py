@@ -19,8 +19,9 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
 
     Values that were overwritten in place are not restored. Tensors stay allocated until the context ends.
     """
-    tables = []  # each with a copy: attributes of the modules, and their dicts of parameters, buffers, hooks, …
-    hooks = []
+    # Attributes of the modules, and their dicts of parameters, buffers, hooks and so on. Each with a shallow copy.
+    tables = []
+    hooks = []  # hooks that offload, each with a copy of its attributes
     for module in model.modules():
         for table in (module.__dict__, *module.__dict__.values()):
             if type(table) in (dict, OrderedDict):
@@ -36,7 +37,7 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
             table.update(former)
         for hook, state in hooks:
             hook.__dict__.update(state)
-            hook.forget()
+            hook.forget()  # discards prefetched weights
         for parameter, device in devices:
             if parameter.device != device:  # in place, for other references to the parameter
                 parameter.data = parameter.data.to(device)
@@ -46,8 +47,8 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
 def remove_placement(model: nn.Module) -> None:
     """Remove the hooks that align devices from a model, without reading or copying weights. Other hooks stay.
 
-    Weights that hooks store in memory are put back into the modules. Weights in files keep their placeholders. Must be
-    called in `restored_on_failure`.
+    Weights that hooks store in memory are put back into the modules. Weights in files keep their placeholders, and the
+    model cannot be moved. Must be called in `restored_on_failure`, because an error leaves some hooks removed.
     """
     has_files = False
     for module in model.modules():
@@ -59,9 +60,10 @@ def remove_placement(model: nn.Module) -> None:
                 has_files = True
         if hook_of(module) is None:
             continue
+        # Without `detach_hook`, which would read the weights.
         if len(others) > 1:
             set_hook(module, SequentialHook(*others))
         else:
             set_hook(module, others[0] if others else None)
     if has_files:
-        refuse_moves(model)
+        refuse_moves(model)  # again, because `set_hook` calls `allow_moves`

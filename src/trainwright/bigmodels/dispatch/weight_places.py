@@ -37,21 +37,30 @@ _SHOWN = 5  # names in a message
 class WeightPlaces:
     """All weights of a model, and their places in a device map.
 
+    `fill` loads a checkpoint to these places. `fill_empty` and then `offload` provide the values for hooks. The methods
+    use the places that the constructor has computed, so create another object after a change of the model.
+
     Args:
         model: The model, which the methods change.
         device_map: Module name → device, `"cpu"` or `"disk"`, on this machine. Weights that it does not cover stay
-            where they are, or are loaded to the CPU if they are on the meta device. None: it covers no weights.
-        given: Values of offloaded weights, and of weights on the meta device. None: those of the model.
-        folder: Folder of weights on the disk. Others are written there.
+            where they are, or are loaded to the CPU if they are on the meta device. Default: None, which covers no
+            weights.
+        state_dict: Values of offloaded weights, and of weights on the meta device. Default: those of the model.
+        folder: Folder of weights on the disk, to which other weights for the disk are written. Default: None, which
+            raises an error if weights have to be written.
         index: The index of the folder. Default: its `index.json`.
-        offload_buffers: The map also puts buffers on the disk.
+        offload_buffers: The map also puts buffers on the disk. Default: False.
+
+    Attributes:
+        weights: All parameters and buffers.
+        saved: Those in state dicts: `weights` without non-persistent buffers.
     """
 
     def __init__(
         self,
         model: nn.Module,
         device_map: Mapping[str, Device] | None = None,
-        given: Mapping[str, torch.Tensor] | None = None,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
         folder: PathLike | None = None,
         index: Mapping[str, Mapping[str, Any]] | None = None,
         *,
@@ -59,7 +68,7 @@ class WeightPlaces:
     ) -> None:
         self.model = model
         self.device_map = device_map
-        self.given = given
+        self.state_dict = state_dict
         self.folder = folder
         self.index = index
         self.offload_buffers = offload_buffers
@@ -83,7 +92,7 @@ class WeightPlaces:
         strict: bool,
         needs_values: bool = False,
     ) -> LoadedKeys:
-        """Load the weights of a checkpoint to their places. All checks precede the first change.
+        """Load the weights of a checkpoint to their places. All checks precede the first change of the model.
 
         Args:
             stored: The weights of the checkpoint.
@@ -91,22 +100,30 @@ class WeightPlaces:
             dtype, keep_in_fp32: See `Weight.choose_dtype`.
             strict: Raise an error if names differ. Otherwise, a warning names them.
             needs_values: Raise an error if a weight has no values after loading.
+
+        Returns:
+            The names that differ.
+
+        Raises:
+            CheckpointError: Shapes or kinds of dtypes differ, a file cannot be read or written, names differ with
+                `strict`, or values are missing with `needs_values`.
+            ConfigurationError: Weights have to be written to the disk, and `folder` is None.
         """
         keys = match(self.saved, stored)
-        left = [weight for weight in self.saved if weight.source is None]
-        empty = [weight.names[0] for weight in left if not weight.has_values]
+        not_stored = [weight for weight in self.saved if weight.source is None]
+        empty = [weight.names[0] for weight in not_stored if not weight.has_values]
         if needs_values:
-            self._check_has_values(left, empty, checkpoint)
+            self._check_has_values(not_stored, empty, checkpoint)
         report(keys, empty, checkpoint, strict)
-        found = [weight for weight in self.saved if weight.source is not None]
-        for weight in found:
+        loaded = [weight for weight in self.saved if weight.source is not None]
+        for weight in loaded:
             weight.choose_dtype(dtype, keep_in_fp32)
-        compare(found, stored, checkpoint)
-        on_disk = [weight for weight in found if weight.device is None]
-        others = [weight for weight in found if weight.device is not None]
+        compare(loaded, stored, checkpoint)
+        on_disk = [weight for weight in loaded if weight.device is None]
+        others = [weight for weight in loaded if weight.device is not None]
         # Everything that may fail comes before the first change: writing to the folder, and reading of values.
         files = _in_files(on_disk, stored, self.folder, checkpoint)
-        values = [new_value(weight, stored) for weight in others]
+        values = [new_value(weight, stored) for weight in others]  # None for weights to overwrite in place
         for weight in on_disk:
             name = weight.names[0]
             self._replace_offloaded(weight, files[name], files.locate(name))
@@ -128,7 +145,7 @@ class WeightPlaces:
             put(self.model, name, new)
 
     def fill_empty(self) -> None:
-        """Replace meta tensors in memory by CPU tensors. They use the memory of a given value, or of a file.
+        """Replace meta tensors by CPU tensors, which use the memory of a value in `state_dict` or of a file.
 
         Tensors with values are not changed, nor are those that the map puts on the disk or on the meta device.
 
@@ -140,11 +157,13 @@ class WeightPlaces:
             for weight in self.weights:
                 if not weight.tensor.is_meta or weight.device is None or weight.device.type == "meta":
                     continue
-                value = weight.find_in(self.given or {})
-                if value is None or value.is_meta:
-                    value = weight.value_in_file
+                value = None
+                if self.state_dict is not None:
+                    value = weight.find_in(self.state_dict)
                 if value is None:
-                    value = weight.find_in(self._on_disk)
+                    in_file = self._find_in_files(weight)
+                    if in_file is not None:
+                        value, _ = in_file
                 if value is None:
                     missing.append(weight.names[0])
                     continue
@@ -163,34 +182,41 @@ class WeightPlaces:
     def offload(self, entries: Collection[str]) -> StoredWeights:
         """Return the values that hooks load, of weights whose map entry is in `entries` (`"cpu"`, `"disk"`).
 
-        The values are the given ones, or those of the model. Those for the disk may also be in files. Weights for the
-        disk that are only in memory are first written to the folder, tied weights once.
+        The values are those in `state_dict`, or those of the model without a `state_dict`. Call `fill_empty` first.
+
+        A weight for the disk that another module has in memory keeps this memory. Otherwise, its value is taken from
+        `state_dict`, the model, a file of an earlier offload, or the folder, in this order. If it is in memory, it is
+        written to the folder. Tied weights are written once.
+
+        Raises:
+            CheckpointError: A weight has no value, or cannot be written.
+            ConfigurationError: Weights have to be written to the disk, and the folder is None.
         """
-        found = StoredWeights()
+        values = StoredWeights()
+        # Names of a weight for the disk, and its value. All are written together, after the checks.
         to_write: list[tuple[list[str], torch.Tensor]] = []
         not_given: list[str] = []
         missing: list[str] = []
         for weight in self.saved:
             if weight.is_buffer and not self.offload_buffers:
                 continue
+            # A tied weight may be on the CPU under one name, and on the disk under another one.
             host_names = [name for name in weight.names if "cpu" in entries and self._entry(name) == "cpu"]
             disk_names = [name for name in weight.names if "disk" in entries and self._entry(name) == "disk"]
             in_memory = None if weight.tensor.is_meta else weight.tensor.detach()
-            value = in_memory if self.given is None else weight.find_in(self.given)
-            if value is not None and value.is_meta:
-                value = None
+            value = in_memory if self.state_dict is None else weight.find_in(self.state_dict)
 
             if host_names and value is not None:
-                found.add_all(host_names, value.detach().to("cpu"))
+                values.add_all(host_names, value.detach().to("cpu"))
             elif host_names:
                 not_given.append(host_names[0])
 
             if not disk_names:
                 continue
             if weight.device is not None and in_memory is not None:  # another module has it in memory
-                found.add_all(disk_names, in_memory)
+                values.add_all(disk_names, in_memory)
                 continue
-            if value is None:
+            if value is None:  # not in `state_dict`
                 value = in_memory
             if value is not None:
                 to_write.append((disk_names, value))
@@ -199,7 +225,7 @@ class WeightPlaces:
             if stored is None:
                 missing.append(disk_names[0])
             else:
-                found.add_all(disk_names, *stored)
+                values.add_all(disk_names, *stored)
         if not_given:
             raise CheckpointError(
                 f"{len(not_given)} offloaded weights are on the CPU and not in state_dict: {_first(not_given, repr)}. "
@@ -211,14 +237,15 @@ class WeightPlaces:
                 f"{_first(missing)}. Load a checkpoint first, or pass their folder as offload_dir."
             )
         if to_write:
-            _write(to_write, self.folder, found)
-        return found
+            _write(to_write, self.folder, values)
+        return values
 
     def _find_in_files(self, weight: Weight) -> tuple[torch.Tensor, FileSpan | None] | None:
-        """Return a weight that is in a file, and its location: that of an earlier offload, or one in the folder."""
+        """Return a weight that is in a file of an earlier offload or in the folder, and its location, or None."""
         replaced = replaced_weight(weight.tensor)
         if replaced is not None and replaced.value is not None:
             return replaced.value, replaced.span
+        # The first name, under which `_write` stores a tied weight. Another one may be left from another model.
         for name in weight.names:
             if name in self._on_disk:
                 return self._on_disk.on_disk(name)
@@ -244,17 +271,24 @@ class WeightPlaces:
         for entry in entries:
             if entry != "disk":
                 return to_device(entry)
+        # Other buffers are on the CPU until a hook moves them. State dicts lack non-persistent ones.
         goes_to_disk = not weight.is_buffer or (self.offload_buffers and weight.is_saved)
         return None if goes_to_disk else _CPU
 
-    def _check_has_values(self, left: list[Weight], empty: list[str], checkpoint: PathLike) -> None:
-        """Raise if `dispatch_model` would raise because of missing values, before weights are overwritten."""
+    def _check_has_values(self, not_stored: list[Weight], empty: list[str], checkpoint: PathLike) -> None:
+        """Raise if `dispatch_model` would raise because of missing values, before weights are overwritten.
+
+        `not_stored` are the weights that are not in the checkpoint. `empty` are the names of those without values.
+        """
         if empty:
             raise CheckpointError(
                 f"{checkpoint} does not contain {shortened(empty)}, and the model has no values for them: they are on "
                 "the meta device. Load a checkpoint that contains them, or initialize them first."
             )
-        to_write = [weight.names[0] for weight in left if weight.device is None and not weight.tensor.is_meta]
+        to_write = []
+        for weight in not_stored:
+            if weight.device is None and not weight.tensor.is_meta:
+                to_write.append(weight.names[0])
         if to_write and self.folder is None:
             raise ConfigurationError(
                 f"the device map puts {shortened(to_write)} on the disk, and {checkpoint} does not contain them. Pass "
@@ -274,15 +308,17 @@ class WeightPlaces:
             if id(each.value) not in copied:
                 each.value.copy_(stored[weight.source])
                 copied.add(id(each.value))
+        # After all copies, so that no hook prefetches a former value.
         for each in weight.hooked:
             each.hook.forget()
 
     def _replace_offloaded(self, weight: Weight, value: torch.Tensor, span: FileSpan | None) -> None:
-        """Give the model a placeholder for a value that is on the disk, or that hooks offload, and hooks the value.
+        """Put a placeholder for a value on the disk or in hooks into the model, and the value into the hooks.
 
         `span` is the location of `value` in a file. None: the value is in memory.
         """
         former = replaced_weight(weight.tensor)
+        # A new record, because `restored_on_failure` may put the former placeholder back.
         replaced = ReplacedWeight() if former is None else ReplacedWeight(former.device, former.original)
         if weight.device is None:
             replaced.value = value
@@ -291,6 +327,7 @@ class WeightPlaces:
         else:
             replaced.device = value.device
         self.assign(weight, placeholder(weight.tensor, replaced, weight.dtype))
+        # `replace` requires the new placeholder in the module.
         for each in weight.hooked:
             each.hook.replace(each.module, each.name, value, span)
 
@@ -312,7 +349,7 @@ def _in_files(
     weights: list[Weight], stored: StoredWeights, folder: PathLike | None, checkpoint: PathLike
 ) -> StoredWeights:
     """Return the weights on the disk by their first name. Those not in safetensors are written to the folder first."""
-    found = StoredWeights()
+    files = StoredWeights()
     to_write: dict[str, torch.Tensor] = {}
     for weight in weights:
         assert weight.source is not None
@@ -321,12 +358,12 @@ def _in_files(
         if span is None:
             to_write[name] = stored[weight.source]
         else:
-            found.add(name, stored[weight.source], span)
+            files.add(name, stored[weight.source], span)
     if to_write:
         written = _write_once(to_write, folder, checkpoint)
         for name in to_write:
-            found.add(name, *written.on_disk(name))
-    return found
+            files.add(name, *written.on_disk(name))
+    return files
 
 
 def _write_once(

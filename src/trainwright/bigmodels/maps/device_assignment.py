@@ -25,6 +25,15 @@ class Outline(NamedTuple):
 
     A layer is a part that is never split over devices. The lists have the same length.
 
+    For a model with a parameter `scale` and a block of two linear layers:
+
+        index  name       end  is_layer
+        0      ""         5    False
+        1      "scale"    2    True
+        2      "block"    5    False
+        3      "block.0"  4    True
+        4      "block.1"  5    True
+
     Attributes:
         names: Dotted names. The first is `""`, the model itself.
         sizes_bytes: Bytes of each part. A tensor that several parts share counts in the first of these parts.
@@ -41,13 +50,13 @@ class Outline(NamedTuple):
 
 
 class FullDevice(NamedTuple):
-    """A device without enough memory for layer `part`. `needed_bytes` includes the parts that are tied to the layer."""
+    """A device without enough memory for a layer: needed and reserved bytes together exceed the free bytes."""
 
     device: Device
-    part: int
-    needed_bytes: int
+    part: int  # index of the layer
+    needed_bytes: int  # of the layer and of unplaced parts that are tied to it
     free_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int  # for offloaded layers. 0 for devices that do not compute them.
 
 
 @dataclass(slots=True)
@@ -93,6 +102,7 @@ def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallb
         ConfigurationError: Only the disk can hold the largest layer, or the budgets are too small for the model.
     """
     _check_largest_layer(outline, budgets)
+    # With a reserve first. `stuck_at` is a part that did not fit any device, or None.
     filling = _Filling(outline, budgets, fallback=fallback, reserve=True)
     filling.run()
     if filling.stuck_at is not None or filling.result.offloads or filling.result.skipped:
@@ -184,8 +194,20 @@ class _Ties:
         return self._parts[first:last]
 
 
+class _Requirements(NamedTuple):
+    """Requirements to place a part on a device."""
+
+    num_bytes: int  # of its parts without a device, and of `outside`
+    outside: list[int]  # parts elsewhere in the model that share its tensors and have no device
+    is_split: bool  # one of its parts is already on another device
+
+
 class _Filling:
-    """A pass that fills one device after the other. With `reserve`, it keeps memory free for offloaded layers."""
+    """A pass that fills one device after the other. With `reserve`, it keeps memory free for offloaded layers.
+
+    Some parts are placed before their turn: parts that share a tensor with an earlier part, and with `fallback` a later
+    part that fits an empty device. `device_of`, `settled` and `ahead` record them, so that the pass skips them later.
+    """
 
     def __init__(self, outline: Outline, budgets: dict[Device, int | None], *, fallback: bool, reserve: bool) -> None:
         self.outline = outline
@@ -195,7 +217,7 @@ class _Filling:
         for device, budget in budgets.items():
             self.free[device] = float("inf") if budget is None else budget
         self.ties = _Ties(outline)
-        self.largest_from = _largest_from(outline)
+        self.largest_from = _largest_from(outline)  # the size of a reserve, by the index of the first unplaced part
         self.reserving: set[Device] = set()  # devices that reserve memory for offloaded layers
         self.result = DeviceAssignment({}, dict.fromkeys(budgets, 0))
         self.stuck_at: int | None = None  # the part that no remaining device can hold
@@ -222,13 +244,16 @@ class _Filling:
             self.result.skipped.append(device)
 
     def run(self) -> None:
-        """Place the parts in order, and split modules that do not fit. Stores the devices in `result`."""
+        """Place the parts in order, and split modules that do not fit. Stores the devices in `result`.
+
+        If a layer does not fit any device, `stuck_at` is its index, and later parts have no device.
+        """
         outline = self.outline
         result = self.result
         index = 0
         position = 0  # of the device that is being filled
         while index < len(outline.names):
-            if index in result.device_of:
+            if index in result.device_of:  # placed before its turn
                 index = outline.ends[index]
                 continue
             if position == len(self.devices):
@@ -236,6 +261,7 @@ class _Filling:
                 return
             device = self.devices[position]
             needed, outside, is_split = self._requirements(index, device)
+            # If this part is placed here, later layers may be offloaded, and the largest of them must still fit.
             reserved = self.largest_from[outline.ends[index]] if device in self.reserving else 0
             has_tensors = outline.sizes_bytes[index] or self.ties.inside(index)
             if not has_tensors and not result.used_bytes[device]:
@@ -245,19 +271,19 @@ class _Filling:
                 self._put(index, device, needed, outside)
                 index = outline.ends[index]
             elif not outline.is_layer[index]:
-                index += 1
+                index += 1  # split the module: go on with its first part
             else:
                 result.full.append(FullDevice(device, index, needed, int(self.free[device]), reserved))
                 if self.fallback and not result.used_bytes[device]:
                     self._put_later_part(index, device)
-                position += 1
+                position += 1  # the same part is tried on the next device
                 if self.reserve and device == result.runs_on and not result.used_bytes[device]:
                     self._reserve(position)  # the device is empty, so a later one is the first of the map
+        # Parts without tensors at the end of the model.
         last = self.devices[min(position, len(self.devices) - 1)]
         result.device_of.update(dict.fromkeys(self.weightless, last))
 
-    def _requirements(self, index: int, device: Device) -> tuple[int, list[int], bool]:
-        """Return a part's missing bytes, unplaced parts that share its tensors, and whether it is partly elsewhere."""
+    def _requirements(self, index: int, device: Device) -> _Requirements:
         needed = self.outline.sizes_bytes[index]
         is_split = False
         first = bisect.bisect_left(self.ahead, index)
@@ -267,9 +293,10 @@ class _Filling:
             is_split = is_split or self.result.device_of[part] != device
         outside = [part for part in self.ties.outside(index) if part not in self.settled]
         needed += sum(self.outline.sizes_bytes[part] for part in outside)
-        return needed, outside, is_split
+        return _Requirements(needed, outside, is_split)
 
     def _put(self, index: int, device: Device, needed: int, outside: list[int]) -> None:
+        """Place a part, given its `_Requirements`, and the parts that share its tensors."""
         result = self.result
         result.device_of.update(dict.fromkeys(self.weightless, device))
         self.weightless.clear()
@@ -294,6 +321,7 @@ class _Filling:
             needed, outside, is_split = self._requirements(index, device)
             reserved = self.largest_from[start] if device in self.reserving else 0
             if not is_split and needed > 0 and needed + reserved <= self.free[device]:
+                # The part itself replaces its parts, because entries must not be inside each other.
                 self.ahead = [part for part in self.ahead if not index <= part < outline.ends[index]]
                 self._put(index, device, needed, outside)
                 bisect.insort(self.ahead, index)
@@ -302,7 +330,7 @@ class _Filling:
                 queue.extend(self._siblings(index + 1, outline.ends[index]))
 
     def _siblings(self, start: int, end: int) -> list[int]:
-        """Return the outermost parts from index `start` up to `end`."""
+        """Return the outermost parts from index `start` to `end`, without `end`."""
         siblings = []
         while start < end:
             siblings.append(start)

@@ -34,6 +34,7 @@ from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_by
 from trainwright.core.host.device_types import properties
 from trainwright.core.host.memory import available_host_memory_bytes
 
+# `clean_device_map` returns the type of devices that it receives.
 AnyDevice = TypeVar("AnyDevice", bound=Device | torch.device)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -53,6 +54,8 @@ def infer_auto_device_map(
 
     The first accelerator in use also computes the layers on the host and on disk, and reserves memory for the largest
     of these layers. Modules that share a tensor are assigned to one device. No tensor is moved or allocated.
+
+    A warning is raised for accelerators that are not used because they cannot hold the largest layer.
 
     Args:
         model: A model on any device, the meta device included.
@@ -84,7 +87,8 @@ def infer_auto_device_map(
         buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         _warn_of_buffers(outline, device_map, assignment, budgets, buffer_sizes)
     if verbose:
-        report = explain(outline, budgets, assignment, clean_device_map(dict(device_map)))
+        cleaned = clean_device_map(dict(device_map))
+        report = explain(outline, budgets, assignment, cleaned, fallback=fallback_allocation)
         sys.stdout.write(f"{report}\n")
     if clean_result:
         clean_device_map(device_map)
@@ -108,10 +112,12 @@ def explain_device_map(
     )
     budgets = _with_disk(max_memory)
     assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
-    return explain(outline, budgets, assignment, clean_device_map(_by_name(outline, assignment)))
+    device_map = clean_device_map(_by_name(outline, assignment))
+    return explain(outline, budgets, assignment, device_map, fallback=fallback_allocation)
 
 
 def _by_name(outline: Outline, assignment: DeviceAssignment) -> dict[str, Device]:
+    """Convert indices of parts to names. Entries inside other entries are left out."""
     return {outline.names[part]: device for part, device in outermost(outline, assignment.device_of).items()}
 
 
@@ -131,12 +137,14 @@ def resolve_device_map(
         model: A model on any device.
         device_map: `"auto"` or `"balanced"`: distribute evenly over the accelerators. `"balanced_low_0"`: distribute
             evenly, with as little as possible on the first accelerator. `"sequential"`: fill each device before the
-            next one. A map is checked. Names that the model does not have are removed, with a warning.
+            next one. A map from names to devices is checked. Names that the model does not have are removed, with a
+            warning.
         max_memory: See `get_max_memory`. This argument and those below have no effect if `device_map` is a map.
         no_split_module_classes, dtype, special_dtypes, offload_buffers: See `infer_auto_device_map`.
 
     Raises:
-        ConfigurationError: The word is unknown, or `check_device_map` rejects the map.
+        ConfigurationError: The word is unknown, `infer_auto_device_map` raises it, or `check_device_map` rejects the
+            map.
     """
     if not isinstance(device_map, str):
         unknown = _check(model, device_map, strict=False)
@@ -163,7 +171,7 @@ def resolve_device_map(
         special_dtypes=special_dtypes,
         offload_buffers=offload_buffers,
     )
-    return dict(inferred)  # a copy, to which mypy gives the wider type of values
+    return dict(inferred)  # a copy, because mypy does not accept a dict for one with a wider type of values
 
 
 def get_balanced_memory(
@@ -178,7 +186,10 @@ def get_balanced_memory(
 
     Each budget becomes an equal fraction of the model plus an allowance, because modules are not split at the exact
     boundary. The allowance is 1.25 times the largest module of `no_split_module_classes`, or 1.25 times the mean size
-    of modules without submodules if this is larger. The last accelerator keeps its budget.
+    of modules without submodules if this is larger. Budgets are never increased. The last accelerator keeps its budget.
+
+    For example, a model of 40 GiB with blocks of 1 GiB on 4 accelerators of 80 GiB: the first three get 11.25 GiB, and
+    the last one 80 GiB. With `low_zero`, the fraction is 40 / 3 GiB, and the first one gets nothing.
 
     Args:
         model: A model on any device.
@@ -204,9 +215,11 @@ def get_balanced_memory(
     share = total // num_shares + _allowance(model, outline, no_split_module_classes)
     first, *others = accelerators
     for device in accelerators[:-1]:
-        if not (low_zero and device == first):
-            budgets[device] = min(budgets[device], share)
+        if low_zero and device == first:
+            continue
+        budgets[device] = min(budgets[device], share)
     if low_zero:
+        # After the others are lowered: the first one gets the rest of the model.
         remaining = total - sum(budgets[device] for device in others)
         budgets[first] = min(budgets[first], max(0, remaining))
     return budgets
@@ -308,6 +321,10 @@ def clean_device_map(
     entry. Only entries in `module_name` are changed.
     """
     prefix = f"{module_name}." if module_name else ""
+    # For {"a.0": 0, "a.1": 0, "b": 1} and the whole model:
+    #   modules_of  {"a.0": ["", "a", "a.0"], "a.1": ["", "a", "a.1"], "b": ["", "b"]}
+    #   devices     {"": {0, 1}, "a": {0}, "a.0": {0}, "a.1": {0}, "b": {1}}
+    #   cleaned     {"a": 0, "b": 1}: each entry becomes its outermost module with one device
     modules_of: dict[str, list[str]] = {}  # name of an entry → modules that may replace it, outermost first
     devices: defaultdict[str, set[AnyDevice]] = defaultdict(set)  # module → devices of its entries
     for name, device in device_map.items():
@@ -317,6 +334,7 @@ def clean_device_map(
     cleaned: dict[str, AnyDevice] = {}
     for name, device in device_map.items():
         on_one_device = (module for module in modules_of[name] if len(devices[module]) == 1)
+        # An entry outside `module_name` has no such module, and stays.
         cleaned[next(on_one_device, name)] = device
     device_map.clear()
     device_map.update(cleaned)
@@ -333,12 +351,13 @@ def _with_disk(max_memory: Mapping[Device, int | str] | None) -> dict[Device, in
 def _warn_of_skipped_devices(
     outline: Outline, assignment: DeviceAssignment, budgets: Mapping[Device, int | None]
 ) -> None:
+    """Warn of accelerators that remain empty because they cannot hold the largest layer."""
     if not assignment.skipped:
         return
     needed, name = largest_layer(outline)
-    given = ", ".join(f"{device!r}: {format_bytes(budgets[device] or 0)}" for device in assignment.skipped)
+    skipped = ", ".join(f"{device!r}: {format_bytes(budgets[device] or 0)}" for device in assignment.skipped)
     warnings.warn(
-        f"nothing is placed on {{{given}}}: the first accelerator in use also computes the offloaded layers, and "
+        f"nothing is placed on {{{skipped}}}: the first accelerator in use also computes the offloaded layers, and "
         f"{name!r}, the largest one, needs {format_bytes(needed)}.",
         TrainwrightWarning,
         stacklevel=3,
@@ -354,11 +373,16 @@ def _warn_of_buffers(
 ) -> None:
     """Warn if the buffers of offloaded modules do not fit the computing device beside the largest offloaded layer."""
     runs_on = assignment.runs_on
-    budget = None if runs_on is None else budgets[runs_on]
-    needed = sum(buffer_sizes.get(name, 0) for name, device in device_map.items() if not is_accelerator(device))
-    if budget is None or runs_on is None or not needed:
+    if runs_on is None:
         return
-    streamed = 0
+    budget = budgets[runs_on]
+    needed = 0
+    for name, device in device_map.items():
+        if not is_accelerator(device):
+            needed += buffer_sizes.get(name, 0)
+    if budget is None or not needed:
+        return
+    streamed = 0  # parameters of the largest offloaded layer, which are copied to `runs_on` during its forward
     for index, device in assignment.device_of.items():
         if is_accelerator(device):
             continue
@@ -442,6 +466,7 @@ def memory_budgets(max_memory: Mapping[Device, float | str] | None) -> dict[Devi
 
 
 def _filling_order(device: Device) -> tuple[int, str, int]:
+    """Return a sort key: 0, 1, …, then named accelerators such as "xpu:0", then "cpu", "disk" and "meta"."""
     if isinstance(device, int):
         return (0, "", device)
     kind, _, index = device.partition(":")
@@ -449,6 +474,7 @@ def _filling_order(device: Device) -> tuple[int, str, int]:
 
 
 def _free_memory() -> dict[Device, int]:
+    """Return the free bytes of each accelerator, and of the host."""
     host = available_host_memory_bytes()
     if not torch.accelerator.is_available():
         return {"cpu": host}

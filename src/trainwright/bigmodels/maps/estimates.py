@@ -29,7 +29,7 @@ from trainwright.checkpoint.format.safetensors_io import read_header
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
 ADAM_COPIES = 4  # weights, gradients, and two averages of Adam, all in the dtype of the weights
-_FLOATING = ("F", "BF", "C")  # first letters of the floating and complex dtypes of safetensors
+_FLOATING = ("F", "BF", "C")  # first letters of the floating and complex dtypes of safetensors: F32, BF16, C64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def count_weights(model: nn.Module) -> WeightCount:
 
     Modules of the classes in its `_no_split_modules` (an attribute of transformers models) count as one layer.
     """
-    elements: defaultdict[str, int] = defaultdict(int)
-    fixed: defaultdict[str, int] = defaultdict(int)
+    elements: defaultdict[str, int] = defaultdict(int)  # module or tensor → floating-point elements
+    fixed: defaultdict[str, int] = defaultdict(int)  # module or tensor → bytes of other tensors
     for name, tensor in named_module_tensors(model, recurse=True):
         for part in enclosing(name):
             if is_floating(tensor):
@@ -94,8 +94,8 @@ def count_stored_weights(path: Path) -> WeightCount:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(f"{path} contains no safetensors file. Pass such a file, or its folder.")
-    layers: defaultdict[str, int] = defaultdict(int)
-    fixed: defaultdict[str, int] = defaultdict(int)
+    elements: defaultdict[str, int] = defaultdict(int)  # layer → floating-point elements
+    fixed: defaultdict[str, int] = defaultdict(int)  # layer → bytes of other tensors
     for file in files:
         header = read_header(file)
         header.pop("__metadata__", None)
@@ -104,11 +104,12 @@ def count_stored_weights(path: Path) -> WeightCount:
                 block = NUMBERED_BLOCK.match(name)
                 layer = block[0] if block else name.rpartition(".")[0]
                 if str(entry["dtype"]).startswith(_FLOATING):
-                    layers[layer] += math.prod(entry["shape"])
+                    elements[layer] += math.prod(entry["shape"])
                 else:
-                    fixed[layer] += entry["data_offsets"][1] - entry["data_offsets"][0]
-    largest = max(layers, key=layers.__getitem__, default="")
-    return WeightCount(sum(layers.values()), sum(fixed.values()), largest, layers[largest], fixed[largest])
+                    begin, end = entry["data_offsets"]
+                    fixed[layer] += end - begin
+    largest = max(elements, key=elements.__getitem__, default="")
+    return WeightCount(sum(elements.values()), sum(fixed.values()), largest, elements[largest], fixed[largest])
 
 
 def count_stage_bytes(
@@ -116,10 +117,18 @@ def count_stage_bytes(
 ) -> tuple[list[int], list[int]]:
     """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends to the next.
 
-    `forward` calls the model, with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no memory.
-    `stages` lists the modules of each stage. A stage ends with the call of its last module. If `stages` is empty, the
-    model is one stage. Tensors that two stages save count in both stages. The model's parameters and buffers do not
-    count. Activation checkpointing reduces the result.
+    Tensors that two stages save count in both stages. The model's parameters and buffers do not count. Activation
+    checkpointing reduces the result.
+
+    Args:
+        forward: Calls the model. Gradients are enabled during the call. Fake tensors
+            (`torch._subclasses.FakeTensorMode`) take no memory.
+        model: The model, whose parameters and buffers are not counted.
+        stages: The modules of each stage, which the forward calls in this order. A stage ends with the call of its last
+            module, which sends its first output. If `stages` is empty, the model is one stage.
+
+    Returns:
+        The saved bytes of each stage, and the sent bytes of each stage except the last one.
     """
     # A tensor and its views have one storage. `_cdata` is the storage's address, by which it counts once. The saved
     # storages are kept until the end, so that no address is used again.
@@ -173,8 +182,15 @@ def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_lengt
     Layers with sliding windows cache the tokens in the window. The decoder of an encoder-decoder model is assumed to
     cache equal numbers of encoder and decoder tokens. Latent attention caches compressed vectors.
 
-    `config` is a transformers configuration of any model family. For models of text and images, its `text_config` is
-    used. `sequence_length` includes the prompt.
+    Args:
+        config: A transformers configuration of any model family. For models of text and images, its `text_config` is
+            used.
+        batch_size: Number of sequences that are generated at the same time.
+        sequence_length: Tokens of each sequence, with those of the prompt.
+        dtype: Dtype of the cache.
+
+    Raises:
+        ConfigurationError: The dtype is unknown.
     """
     text_config = config.get("text_config")
     if isinstance(text_config, Mapping):
@@ -207,10 +223,10 @@ def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_lengt
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of the named settings that the configuration has, or 0."""
+    """Return the first of the named settings that is a number other than 0, or 0."""
     for name in names:
         value = config.get(name)
-        if value and isinstance(value, int):
+        if value and isinstance(value, int):  # some are None, or a list with a value per layer
             return value
     return 0
 
@@ -218,13 +234,15 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 def _cached_tokens(config: Mapping[str, Any], layers: int, sequence_length: int) -> int:
     """Return the number of tokens of a sequence that all layers together cache."""
     window = _first(config, "sliding_window", "attention_chunk_size")
-    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    kinds = config.get("layer_types")  # one name per layer, such as "full_attention" or "linear_attention"
+    if not kinds:
+        kinds = ["sliding_attention" if window else "full_attention"] * layers
     shared = _first(config, "num_kv_shared_layers")  # the last layers use the cache of earlier ones
     tokens = 0
     for kind in kinds[: len(kinds) - shared]:
         if window and kind in ("sliding_attention", "chunked_attention"):
             tokens += min(sequence_length, window - 1)  # the newest token is not cached yet
-        elif kind.endswith("attention") and kind != "linear_attention":
+        elif kind.endswith("attention") and kind != "linear_attention":  # other layers have a state of fixed size
             tokens += sequence_length
     return tokens
 

@@ -19,9 +19,14 @@ from trainwright.core.host.byte_sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """The modules on one device, and the device's budget (None: unlimited).
+    """The modules on one device.
 
-    A module that is completely on the device is named instead of its children.
+    Attributes:
+        device: The device.
+        budget_bytes: Its budget. None: unlimited.
+        used_bytes: Bytes of the modules.
+        modules: Names of modules and tensors. A module that is completely on the device is named instead of its
+            children.
     """
 
     device: Device
@@ -66,6 +71,8 @@ def explain(
     budgets: Mapping[Device, int | None],
     assignment: DeviceAssignment,
     device_map: Mapping[str, Device],
+    *,
+    fallback: bool,
 ) -> DeviceMapReport:
     """Return a report of an assignment and its map, given the arguments and the result of `assign_devices`."""
     shares = []
@@ -76,11 +83,12 @@ def explain(
         total_bytes=outline.sizes_bytes[0],
         shares=tuple(shares),
         reasons=tuple(_reasons(outline, assignment)),
-        missing_bytes=_missing_bytes(outline, dict(budgets), assignment),
+        missing_bytes=_missing_bytes(outline, dict(budgets), assignment, fallback=fallback),
     )
 
 
 def _span(share: DeviceShare) -> str:
+    """Return the names of a device's modules. Only the first and last of more than three."""
     names = [name or "(the whole model)" for name in share.modules]
     if len(names) <= 3:
         return ", ".join(names)
@@ -88,6 +96,7 @@ def _span(share: DeviceShare) -> str:
 
 
 def _reasons(outline: Outline, assignment: DeviceAssignment) -> list[str]:
+    """Return the sentences of `DeviceMapReport.reasons`."""
     reasons = []
     needed, name = largest_layer(outline)
     if assignment.runs_on is not None and assignment.offloads:
@@ -97,7 +106,7 @@ def _reasons(outline: Outline, assignment: DeviceAssignment) -> list[str]:
     for device in assignment.skipped:
         reasons.append(f"Device {device!r} is not used: {name!r}, the largest layer, needs {format_bytes(needed)}.")
     for full in assignment.full:
-        if full.device in assignment.skipped:
+        if full.device in assignment.skipped:  # named by the sentence above
             continue
         reserved = ""
         if full.reserved_bytes:
@@ -114,7 +123,9 @@ def _reasons(outline: Outline, assignment: DeviceAssignment) -> list[str]:
     return reasons
 
 
-def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], assignment: DeviceAssignment) -> int | None:
+def _missing_bytes(
+    outline: Outline, budgets: dict[Device, int | None], assignment: DeviceAssignment, *, fallback: bool
+) -> int | None:
     """Return the smallest addition to the last accelerator's budget with which nothing is offloaded."""
     accelerators = [device for device, budget in budgets.items() if is_accelerator(device) and budget != 0]
     if not accelerators:
@@ -125,8 +136,8 @@ def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], assignme
     budget = budgets[last] or 0
 
     def is_enough(addition: int) -> bool:
-        return not assign_devices(outline, {**budgets, last: budget + addition}).offloads
+        return not assign_devices(outline, {**budgets, last: budget + addition}, fallback=fallback).offloads
 
-    # A binary search, without a list: the bytes of the model are always enough.
+    # A binary search, which calls `is_enough` for a few numbers of the range. The bytes of the model are always enough.
     additions = range(1, max(outline.sizes_bytes[0], 1))
     return 1 + bisect.bisect_left(additions, True, key=is_enough)

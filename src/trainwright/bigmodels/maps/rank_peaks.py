@@ -3,6 +3,9 @@
 The peak is at one of two moments of a step: at the start of the backward, with all activations and the last layer's
 gradient, or in the optimizer's step, with all gradients and temporary tensors. The formulas follow the memory tables
 in docs/meshes.md, which tests compare with measured bytes.
+
+Names that end with `_bytes` and the variables in `rank_peaks` are bytes. Sizes in `TrainingShape` and `ZeroBuckets` are
+numbers of elements.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from trainwright.strategies.fsdp.layers.plan import SplitLayers
 from trainwright.strategies.megatron.stages import find_stages
 
 _BYTES = 4  # of a weight or gradient in float32
-_STATES = 8  # bytes of Adam's two averages of an element
+_STATES = 8  # bytes of Adam's two averages of an element, both float32
 _TEMPORARIES = 2  # temporary tensors of a parameter's size in Adam's update of one parameter after the other
 _ALIGNMENT = 2  # stages 1 and 2 of ZeRO pad each rank's shard to a multiple of this number of elements
 
@@ -53,7 +56,7 @@ class ZeroBuckets:
 
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
-    """Numbers of elements in a model.
+    """Numbers of elements in a model, or in the part of a model that a rank has.
 
     Attributes:
         sizes: Elements of each parameter, in the model's order. Shared parameters count once.
@@ -84,7 +87,7 @@ class TrainingShape:
 
 def training_shape(model: nn.Module) -> TrainingShape:
     """Return the `TrainingShape` of a model on any device, the meta device included."""
-    names: dict[nn.Parameter, list[str]] = {}  # several of a tied parameter
+    names: dict[nn.Parameter, list[str]] = {}  # a tied parameter has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     sizes = {names_of_one[0]: parameter.numel() for parameter, names_of_one in names.items()}
@@ -94,6 +97,7 @@ def training_shape(model: nn.Module) -> TrainingShape:
         if parameter.numel() == shape.tensor:
             uses = max(uses, len(names_of_one))
     together = 0
+    # An attribute of transformers models, whose decoder's blocks are called `decoder.block.0` or similar.
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         for name, size in sizes.items():
             if NUMBERED_BLOCK.match(name) and "decoder" in name.split("."):
@@ -102,7 +106,10 @@ def training_shape(model: nn.Module) -> TrainingShape:
 
 
 def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
-    """Return the `TrainingShape` of a model from its parameters' names and numbers of elements."""
+    """Return the `TrainingShape` of a model from its parameters' names and numbers of elements.
+
+    Shared parameters and an encoder's output are unknown here: `uses` and `together` have their defaults.
+    """
     blocks: Counter[str] = Counter()
     for name, elements in sizes.items():
         block = NUMBERED_BLOCK.match(name)
@@ -122,15 +129,25 @@ def rank_peaks(
 ) -> dict[str, int]:
     """Return the peak bytes on one rank's device in a step, by strategy. All ranks have the same activations.
 
-    `activation_bytes`: bytes that autograd saves in one rank's forward, from `count_stage_bytes`. `buckets`: None for
-    the defaults of `ZeroBuckets`. With `foreach`, torch's default on a GPU, Adam updates all parameters at once.
+    Args:
+        shape: The model's numbers of elements.
+        world_size: Number of ranks over which strategies shard. The strategies `single` and `offload` use one device.
+        activation_bytes: Bytes that autograd saves in one rank's forward, from `count_stage_bytes`.
+        buckets: DeepSpeed's buffers. Default: the defaults of `ZeroBuckets`.
+        foreach: Adam updates all parameters at once, torch's default on a GPU. No effect on DeepSpeed and
+            `offload`. Default: False.
+
+    Returns:
+        Strategy → bytes, with a separate entry for each ZeRO stage: `single`, `ddp`, `fsdp`, `offload`, and
+        `deepspeed_stage_1` to `deepspeed_stage_3`.
     """
     ranks = world_size
     kept = activation_bytes
     buckets = buckets or ZeroBuckets()
-    weights = gradients = _BYTES * shape.elements
+    weights = _BYTES * shape.elements
+    gradients = _BYTES * shape.elements
     states = _STATES * shape.elements
-    largest = _BYTES * shape.tensor
+    largest = _BYTES * shape.tensor  # its gradient is usually the first one, as that of the output layer
     unit = _BYTES * shape.unit
     outside = _BYTES * shape.outside
     temporary = _temporary_bytes(shape, foreach)
@@ -154,7 +171,9 @@ def rank_peaks(
 
 def _temporary_bytes(shape: TrainingShape, foreach: bool) -> int:
     """Return the bytes of temporary tensors in Adam's update."""
-    return _BYTES * (shape.elements if foreach else _TEMPORARIES * shape.tensor)
+    if foreach:
+        return _BYTES * shape.elements
+    return _BYTES * _TEMPORARIES * shape.tensor
 
 
 def _flat_peak(shape: TrainingShape, stage: int, world_size: int, activation_bytes: int, buckets: ZeroBuckets) -> int:
@@ -164,21 +183,27 @@ def _flat_peak(shape: TrainingShape, stage: int, world_size: int, activation_byt
     from the last parameter to the first and frees activations. Gradients are collected in buckets, copied into a buffer
     and reduced, and each rank keeps its shard. The optimizer then updates the shard as one tensor.
     """
-    elements = _ALIGNMENT * world_size * math.ceil(shape.elements / (_ALIGNMENT * world_size))
+    multiple = _ALIGNMENT * world_size
+    elements = multiple * math.ceil(shape.elements / multiple)
     shard = elements // world_size
     held = _BYTES * (elements + 3 * shard)  # parameters; the updated copy of the shard, and two averages
-    bucket_bytes = _BYTES * buckets.reduce * (2 if buckets.overlap else 1)
+    num_buckets = 2 if buckets.overlap else 1
+    bucket_bytes = _BYTES * buckets.reduce * num_buckets
     peak = _BYTES * shard * (1 + _TEMPORARIES)
     for rank in (0, world_size - 1):  # the position of a rank's shard decides when the rank stores its gradients
         owned = _owned(shape.sizes, rank * shard, (rank + 1) * shard)
         backward = bucket_bytes + _backward_peak(shape, owned, stage, activation_bytes, buckets)
+        # The gradients of the shard's parameters are copied into one tensor.
         flattened = _BYTES * (sum(itertools.compress(shape.sizes, owned)) + shard)
         peak = max(peak, backward, flattened)
     return held + peak
 
 
 def _sharded_peak(shape: TrainingShape, world_size: int, activation_bytes: int, buckets: ZeroBuckets) -> int:
-    """Return the peak bytes on one rank's device in a step at ZeRO stage 3."""
+    """Return the peak bytes on one rank's device in a step at ZeRO stage 3.
+
+    Each parameter is sharded over all ranks. Their reduced gradients are among the held bytes.
+    """
     shard = sum(math.ceil(size / world_size) for size in shape.sizes)
     held = _BYTES * (5 * shard + buckets.reduce)  # parameters, the updated copy, two averages, gradients
     gathered = _BYTES * _gathered(shape.sizes, buckets)
@@ -208,7 +233,9 @@ def _backward_peak(
     peak = 0
     done = 0  # elements whose gradients are computed
     kept = 0  # bytes of the shard's gradients, allocated together with the first one
-    outside = _BYTES * shape.tensor if shape.uses > 1 else 0  # bytes of gradients that are not in a bucket
+    # Bytes of gradients that are not in a bucket. The first gradient of a shared parameter is kept until the other one
+    # is computed.
+    outside = _BYTES * shape.tensor if shape.uses > 1 else 0
     filled = 0  # elements in the bucket
     freed_next = 0  # bytes of gradients that are reduced outside the bucket
     has_owned = False  # one of these gradients belongs to this rank
@@ -239,6 +266,8 @@ def _backward_peak(
 def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
     """Return the largest number of gathered elements at ZeRO stage 3, reached between forward and backward."""
     sharded = [size for size in sizes if size > buckets.persistent]
+    # A parameter n elements before the end of the forward is used again 2 n elements later, in the backward. Therefore
+    # the last `reuse / 2` elements stay gathered.
     ahead = buckets.reuse // 2 + min(buckets.prefetch, buckets.live) + max(sharded, default=0)
     return sum(sizes) - sum(sharded) + min(sum(sharded), ahead)
 
@@ -269,9 +298,12 @@ def pipeline_peak(
     """
     peaks = []
     for i, (shape, kept) in enumerate(zip(stages, activation_bytes, strict=True)):
+        # With 1f1b, a stage has run one forward more than the next stage when its first backward begins.
         in_flight = min(num_micro_batches, len(stages) - i)
-        weights = gradients = _BYTES * shape.elements
+        weights = _BYTES * shape.elements
+        gradients = _BYTES * shape.elements
         largest = _BYTES * shape.tensor
+        # Stage i receives what stage i - 1 sends, and receives gradients of what it sends itself.
         buffers = num_micro_batches * sum(sent_bytes[max(i - 1, 0) : i + 1])
         earlier = gradients if num_micro_batches > in_flight else 0  # accumulated in finished micro-batches
         peak = max(gradients + _temporary_bytes(shape, foreach), in_flight * kept + largest + earlier)
@@ -315,13 +347,15 @@ def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
 def ranks_that_fit(shape: TrainingShape, device_bytes: int, **load: Any) -> dict[str, int | None]:
     """Return the smallest number of devices with which each strategy can train a model. None means more than 4,096.
 
-    `load`: `activation_bytes`, `buckets` and `foreach` of `rank_peaks`.
+    Only powers of 2 are tried. `load`: `activation_bytes`, `buckets` and `foreach` of `rank_peaks`.
     """
-    by_count = {ranks: rank_peaks(shape, world_size=ranks, **load) for ranks in (2**power for power in range(13))}
+    all_counts = [2**power for power in range(13)]
+    peaks = {ranks: rank_peaks(shape, world_size=ranks, **load) for ranks in all_counts}
     found: dict[str, int | None] = {}
-    for name in by_count[1]:
-        counts = [1] if name in ("single", "ddp", "offload") else list(by_count)
-        found[name] = next((ranks for ranks in counts if by_count[ranks][name] <= device_bytes), None)
+    for name in peaks[1]:
+        # More ranks do not lower the peak of strategies that do not shard.
+        counts = [1] if name in ("single", "ddp", "offload") else all_counts
+        found[name] = next((ranks for ranks in counts if peaks[ranks][name] <= device_bytes), None)
     return found
 
 
@@ -342,7 +376,8 @@ def model_of_one_rank(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Mod
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ready_plan warns about a vocabulary that it does not split
             plan = ready_plan(share, tp)
-        layers = SplitLayers(task, {name: style for name, style in plan.items() if ends or style not in _ENDS}, mesh)
+        used = {name: style for name, style in plan.items() if ends or style not in _ENDS}
+        layers = SplitLayers(task, used, mesh)
     except ConfigurationError:
         return None
     layers.narrow()

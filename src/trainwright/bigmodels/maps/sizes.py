@@ -34,7 +34,7 @@ DType = torch.dtype | str | CustomDtype
 NUMBERED_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 """Matches `model.layers.0` of `model.layers.0.mlp.weight`."""
 
-_SHORT = {
+_SHORT = {  # accepted name → name in torch
     "fp32": "float32",
     "fp16": "float16",
     "half": "float16",
@@ -103,10 +103,13 @@ def is_floating(tensor: torch.Tensor) -> bool:
 
 
 def enclosing(name: str) -> list[str]:
-    """Return the names of the modules that contain a tensor or module, outermost (`""`) first, and then its name."""
+    """Return the names of the modules that contain a tensor or module, outermost (`""`) first, and then its name.
+
+    For `"a.b.c"`, return `["", "a", "a.b", "a.b.c"]`.
+    """
     if not name:
         return [""]
-    # `a.b.c` is in "", `a` and `a.b`.
+    # accumulate calls "{}.{}".format("a", "b"), and then "{}.{}".format("a.b", "c").
     return ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
 
 
@@ -115,7 +118,11 @@ def named_module_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a module's parameters and then its buffers by name, each tensor once.
 
-    `remove_non_persistent` skips buffers that are not in the state dict.
+    Args:
+        module: The module.
+        include_buffers: Yield buffers. Default: True.
+        recurse: Yield the tensors of submodules, too. Default: False.
+        remove_non_persistent: Skip buffers that are not in the state dict. Default: False.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -170,8 +177,13 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the bytes of the largest layer and the names of all layers of that size, in order.
 
-    A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a tensor
-    that belongs directly to another module. `module_sizes` is from `compute_module_sizes`, for the model of `modules`.
+    A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a
+    parameter that belongs directly to another module.
+
+    Args:
+        modules: Names and modules of a model, such as `list(model.named_children())`. Submodules are found from them.
+        module_sizes: From `compute_module_sizes` of this model.
+        no_split_module_classes: Names of classes whose modules are layers.
     """
     no_split = class_names(no_split_module_classes)
     largest = 0
@@ -181,6 +193,7 @@ def get_max_layer_size(
         name, module = waiting.pop()
         if isinstance(module, nn.Module) and type(module).__name__ not in no_split:
             children = list(module.named_children())
+            # In this order, parameters are on top of the stack, and children follow in their order.
             waiting.extend((f"{name}.{child_name}", child) for child_name, child in reversed(children))
             if children:
                 waiting.extend((f"{name}.{leaf}", tensor) for leaf, tensor in module.named_parameters(recurse=False))
@@ -263,7 +276,12 @@ def read_outline(
 class _OutlineReader:
     """Lists for an `Outline`, to which modules are added. Each `add` method returns the bytes that it counted.
 
-    `layers_of` contains for each tensor the indices of the layers that use it. The first of them counts its bytes.
+    Attributes:
+        no_split: Names of classes whose modules are layers.
+        measure: Returns the bytes of a tensor, given its name and the tensor.
+        names, sizes, ends, is_layer: See `Outline`.
+        layers_of: Tensor → indices of the layers that use it. The first of them counts its bytes. Tensors are keys by
+            identity.
     """
 
     no_split: frozenset[str]
@@ -281,6 +299,7 @@ class _OutlineReader:
             return self.add_layer(name, [*_own_tensors(name, module._parameters), *_own_tensors(name, module._buffers)])
         if type(module).__name__ in self.no_split:
             return self.add_layer(name, [*module.named_parameters(name), *module.named_buffers(name)])
+        # Pre-order: the module's entry comes first, and gets its size and end after its parts.
         index = len(self.names)
         self._append(name, is_layer=False)
         size = 0

@@ -41,7 +41,8 @@ class BnbQuantizationConfig:
 
     Attributes:
         load_in_8bit: Use int8 weights with a scale per row.
-        llm_int8_threshold: With 8 bits, activations above this threshold are computed in `torch_dtype`.
+        llm_int8_threshold: With 8 bits, input columns with an activation above this threshold are multiplied in the
+            dtype of the input. 0 multiplies all columns in int8.
         load_in_4bit: Use 4-bit weights with a scale per block of 64.
         bnb_4bit_quant_type: `"fp4"`, or `"nf4"` (NormalFloat), which is better for normally distributed weights.
         bnb_4bit_use_double_quant: Also quantize the scales.
@@ -49,8 +50,8 @@ class BnbQuantizationConfig:
         torch_dtype: Dtype of tensors that are not quantized, in the same form as `bnb_4bit_compute_dtype`. Default:
             float16 for 8 bits, and the compute dtype for 4 bits.
         skip_modules: Names of modules (parts of dotted names) that are not quantized. `[]` skips no module. Default:
-            the last module, and modules with tied weights.
-        keep_in_fp32_modules: Names of modules that are not quantized and stay float32.
+            the model's last child, and modules with tied weights.
+        keep_in_fp32_modules: Names of modules that are not quantized and are converted to float32.
 
     Raises:
         ConfigurationError: Both or neither of `load_in_8bit` and `load_in_4bit` are True, or a type or dtype is
@@ -69,7 +70,7 @@ class BnbQuantizationConfig:
 
     def __post_init__(self) -> None:
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            if not isinstance(getattr(self, name), bool):  # a text such as "False" would be taken for true
+            if not isinstance(getattr(self, name), bool):  # a text such as "False" would count as True
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}, expected True or False.")
         if self.load_in_8bit == self.load_in_4bit:
             raise ConfigurationError(
@@ -99,13 +100,13 @@ class TorchaoQuantizationConfig:
         quant_type: `"int8_weight_only"`, `"int8_dynamic"` (also quantizes the activations of each row in the forward),
             `"float8_weight_only"`, or `"int4_weight_only"` (on accelerators for which torchao has kernels).
         group_size: Number of int4 weights that share a scale. The input width of a layer must be a multiple of
-            `group_size`.
+            `group_size`. Other types need the default.
         torch_dtype: Dtype of computations, and of tensors that are not quantized: a torch dtype, or a name such as
             `"bf16"`. Default: the dtype of the model.
         skip_modules, keep_in_fp32_modules: See `BnbQuantizationConfig`.
 
     Raises:
-        ConfigurationError: A type or dtype is unknown.
+        ConfigurationError: A type or dtype is unknown, or `group_size` is set for a type other than int4.
     """
 
     quant_type: Literal["int8_weight_only", "int8_dynamic", "float8_weight_only", "int4_weight_only"] = (
@@ -140,7 +141,10 @@ QuantizationConfig = BnbQuantizationConfig | TorchaoQuantizationConfig
 
 
 def _to_dtype(argument: str, dtype: object) -> torch.dtype:
-    found = _COMPUTE_DTYPES.get(dtype, getattr(torch, dtype, None)) if isinstance(dtype, str) else dtype
+    """Convert `"bf16"` or `"bfloat16"` to a dtype. Raise ConfigurationError for other values."""
+    found = dtype
+    if isinstance(dtype, str):
+        found = _COMPUTE_DTYPES.get(dtype, getattr(torch, dtype, None))
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigurationError(
             f"{argument}={dtype!r}, expected one of {', '.join(map(repr, _COMPUTE_DTYPES))} or a floating-point dtype "
@@ -152,7 +156,7 @@ def _to_dtype(argument: str, dtype: object) -> torch.dtype:
 def _check_names(config: QuantizationConfig) -> None:
     for argument in ("skip_modules", "keep_in_fp32_modules"):
         names = getattr(config, argument)
-        if isinstance(names, str):  # its letters would be taken for names
+        if isinstance(names, str):  # its letters would count as names
             raise ConfigurationError(f"{argument}={names!r}, expected a list of names of modules, such as ['lm_head'].")
 
 
@@ -177,7 +181,8 @@ def load_and_quantize_model(
         bnb_quantization_config: A `BnbQuantizationConfig` or `TorchaoQuantizationConfig`.
         weights_location: See `load_checkpoint_in_model`. May be a quantized model that `save_model` wrote with the same
             configuration. Its layers are not quantized again.
-        device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current one.
+        device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current one, or the CPU
+            without an accelerator.
         no_split_module_classes, max_memory: See `load_checkpoint_and_dispatch`.
         offload_folder: See `load_checkpoint_and_dispatch`. Also required for int8 layers on the disk.
         offload_state_dict: Accepted without effect: the state dict is never in memory as a whole.
@@ -186,7 +191,8 @@ def load_and_quantize_model(
         The model.
 
     Raises:
-        ConfigurationError: The backend does not support the device, or no layer is quantized.
+        ConfigurationError: The backend does not support the device or the size of a layer, the model has no layer to
+            quantize, the device map is invalid, or a folder or `weights_location` is required.
         CheckpointError: Weights are missing, or do not match the model. The model is as before.
         MissingPackageError: bitsandbytes or torchao is not installed.
     """
@@ -196,35 +202,39 @@ def load_and_quantize_model(
     assert not isinstance(dtype, str)  # __post_init__ has converted it
     stored = _stored_weights(model, weights_location)
     linears = _linears_to_quantize(model, config, may_be_quantized=weights_location is not None)
-    places = _resolve_map(model, config, linears, layers, device_map, no_split_module_classes, max_memory)
-    check_available(places)
-    runs_on = choose_main_device(list(places.values()))
+    resolved = _resolve_map(model, config, linears, layers, device_map, no_split_module_classes, max_memory)
+    check_available(resolved)
+    runs_on = choose_main_device(list(resolved.values()))
     layers.check(runs_on)
-    new: dict[str, nn.Module] = {}
+    # All layers are created before the model is changed, so that most errors leave the model as it is.
+    quantized: dict[str, nn.Module] = {}
     for name, linear in linears.items():
-        device = places[innermost(name, places) or ""]
+        device = resolved[innermost(name, resolved) or ""]
+        # On unified memory, and if the CPU runs the model, layers on the CPU are not offloaded.
         is_offloaded = device == "disk" or (device == "cpu" and not properties(runs_on.type).is_unified)
         parts = _parts(name, stored, layers)
+        layer: nn.Module | None
         try:
             if is_offloaded:
-                made = layers.make_offloaded(linear, parts)
+                layer = layers.make_offloaded(linear, parts)
             else:
-                made = layers.make(linear, parts, to_device(device), dtype)
+                layer = layers.make(linear, parts, to_device(device), dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{name}.weight: {error}") from error
-        if made is not None:
-            new[name] = made
+        if layer is not None:
+            quantized[name] = layer
         elif any(key in parts for key in layers.extra_keys):
             raise ConfigurationError(
                 f"{name} is quantized in {weights_location}, and the map puts it on {device!r}, which only supports "
                 "int8 layers of bitsandbytes. Map it to an accelerator, or load the original weights."
             )
     with restored_on_failure(model):
-        _load_rest(model, config, dtype, stored, new, places, weights_location, offload_folder)
-        return dispatch_model(model, places, offload_dir=offload_folder)
+        _load_rest(model, config, dtype, stored, quantized, resolved, weights_location, offload_folder)
+        return dispatch_model(model, resolved, offload_dir=offload_folder)
 
 
 def _stored_weights(model: nn.Module, weights_location: PathLike | None) -> StoredWeights:
+    """Return the weights of a checkpoint, or without one the values of the model."""
     if weights_location is not None:
         return read_checkpoint(Path(weights_location))
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
@@ -245,6 +255,9 @@ def _linears_to_quantize(
     """Return the linear layers to quantize, by name.
 
     With `may_be_quantized`, layers that an earlier call quantized are included, as linear layers on the meta device.
+
+    Raises:
+        ConfigurationError: The model has no layer to quantize.
     """
     skip = default_skip_modules(model) if config.skip_modules is None else config.skip_modules
     skipped = [*skip, *(config.keep_in_fp32_modules or ())]
@@ -255,9 +268,9 @@ def _linears_to_quantize(
         if type(module) is nn.Linear:
             found[name] = module
         elif may_be_quantized and is_quantized(module):
-            sizes: Any = module
-            has_bias = sizes.bias is not None
-            found[name] = nn.Linear(sizes.in_features, sizes.out_features, has_bias, device="meta")
+            layer: Any = module  # `Int8Linear`, or a layer of bitsandbytes
+            has_bias = layer.bias is not None
+            found[name] = nn.Linear(layer.in_features, layer.out_features, has_bias, device="meta")
     if not found:
         raise ConfigurationError(
             f"there is no layer to quantize: the model has no nn.Linear outside of {skipped}. Pass fewer skip_modules."
@@ -266,7 +279,10 @@ def _linears_to_quantize(
 
 
 def default_skip_modules(model: nn.Module) -> list[str]:
-    """Return the modules that are most sensitive to quantization: the last (output) module, and tied modules."""
+    """Return the modules that are most sensitive to quantization: the model's last child, and modules with ties.
+
+    The last child is usually the output layer. Names are sorted.
+    """
     tied = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
     last = [name for name, _ in model.named_children()][-1:]
     return sorted(tied | set(last))
@@ -281,10 +297,12 @@ def _resolve_map(
     no_split_module_classes: list[str] | None,
     max_memory: Mapping[int | str, int | str] | None,
 ) -> dict[str, Device]:
+    """Return the device map, which is computed for the sizes of quantized layers if `device_map` is a word."""
     if device_map is None:
         first = next(model.parameters(), None)
-        is_placed = first is not None and first.device.type not in ("cpu", "meta")
-        return {"": first.device if first is not None and is_placed else default_device()}
+        if first is not None and first.device.type not in ("cpu", "meta"):
+            return {"": first.device}
+        return {"": default_device()}
     special: dict[str, DType] = {f"{name}.weight": layers.width for name in linears}
     for name, _ in model.named_parameters():
         if any(f".{each}." in f".{name}" for each in config.keep_in_fp32_modules or ()):
@@ -303,13 +321,14 @@ def _resolve_map(
 def _parts(name: str, stored: StoredWeights, layers: QuantizedLayers) -> dict[str, torch.Tensor]:
     """Return the tensors of a linear layer in a checkpoint: `"weight"`, `"bias"`, and parts of a quantized weight."""
     prefix = f"{name}."
-    found = {key: stored[prefix + key] for key in ("weight", "bias") if prefix + key in stored}
-    for key in layers.extra_keys:
+    parts: dict[str, torch.Tensor] = {}
+    for key in ("weight", "bias", *layers.extra_keys):
         if prefix + key in stored:
-            found[key] = stored[prefix + key]
-    if "weight" not in found and not any(key in found for key in layers.extra_keys):
+            parts[key] = stored[prefix + key]
+    # A quantized weight of torchao has only the extra keys.
+    if "weight" not in parts and not any(key in parts for key in layers.extra_keys):
         raise CheckpointError(f"{prefix}weight, which is to be quantized, is not in the checkpoint. Pass another one.")
-    return found
+    return parts
 
 
 def _load_rest(
@@ -317,34 +336,35 @@ def _load_rest(
     config: QuantizationConfig,
     dtype: torch.dtype | None,
     stored: StoredWeights,
-    new: Mapping[str, nn.Module],
-    places: Mapping[str, Device],
+    quantized: Mapping[str, nn.Module],
+    device_map: Mapping[str, Device],
     weights_location: PathLike | None,
     offload_folder: PathLike | None,
 ) -> None:
     """Load the weights that are not quantized, then insert the quantized layers."""
     rest = StoredWeights()
     for name, tensor in stored.items():
-        if not any(name.startswith(f"{module}.") for module in new):
+        if not any(name.startswith(f"{module}.") for module in quantized):
             rest.add(name, tensor, stored.locate(name))
-    was_training = {name: model.get_submodule(name).training for name in new}
-    for name in new:
+    was_training = {name: model.get_submodule(name).training for name in quantized}
+    for name in quantized:
         model.set_submodule(name, nn.Identity())  # `fill` then finds no weights of these layers
-    WeightPlaces(model, places, folder=offload_folder).fill(
+    WeightPlaces(model, device_map, folder=offload_folder).fill(
         rest,
         str(weights_location or "the model itself"),
         dtype=dtype,
         keep_in_fp32=config.keep_in_fp32_modules or (),
         strict=False,
     )
-    for name, module in new.items():
+    for name, module in quantized.items():
         model.set_submodule(name, module.train(was_training[name]))
 
 
 def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a quantized model with plain tensors, which can be saved in any format.
 
-    The tensors of a torchao weight get separate names: `"weight.qdata"`, `"weight.scale"`, and so on.
+    4-bit weights that bitsandbytes has packed for the CPU are unpacked in the model. The tensors of a torchao weight
+    get separate names: `"weight.qdata"`, `"weight.scale"`, and so on.
     """
     unpack_4bit_weights(model)
     return flatten_quantized(model.state_dict())

@@ -25,8 +25,9 @@ class QuantizedLayers(ABC):
 
     Attributes:
         width: Dtype of a quantized weight, from which the size of a layer is computed.
-        bnb: The module `bitsandbytes`, for layers of that library.
-        extra_keys: Names of the tensors that a saved layer has in addition to `"weight"` and `"bias"`.
+        extra_keys: Names of the tensors that a saved layer has in addition to `"weight"` and `"bias"`. If a checkpoint
+            has one of them for a layer, the layer's weight in the checkpoint is already quantized.
+        bnb: The module `bitsandbytes`. Layers of torchao do not set it.
     """
 
     width: DType
@@ -43,14 +44,31 @@ class QuantizedLayers(ABC):
 
     @abstractmethod
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-        """Return a quantized copy of `linear` with the values in `parts`. Other tensors get `dtype`. Blocks."""
+        """Return a quantized copy of `linear` on `device` with the values in `parts`. Blocks.
+
+        Args:
+            linear: A linear layer on any device. Only its sizes and dtypes are used.
+            parts: The values. The weight may be quantized already, see `extra_keys`.
+            device: The device of the new layer.
+            dtype: Dtype of the bias, and of the weight before its quantization. None: those of `linear` or of the
+                values, depending on the backend.
+
+        Raises:
+            CheckpointError: `parts` does not match `linear`, or lacks a tensor.
+            ConfigurationError: The backend does not support the layer's size.
+        """
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
-        """Return a quantized copy of `linear` that supports offloading, or None if the backend has no such layer."""
+        """Return a quantized copy of `linear` that supports offloading, or None if the backend has no such layer.
+
+        Raises:
+            CheckpointError: `parts` does not match `linear`.
+        """
         return None
 
 
 def _check_shape(linear: nn.Linear, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight that is not quantized. Raise CheckpointError if it does not match `linear`."""
     if weight.shape != linear.weight.shape or not weight.is_floating_point():
         raise CheckpointError(
             f"the checkpoint has a weight of {weight.dtype} {tuple(weight.shape)}, expected a floating-point one of "
@@ -60,6 +78,7 @@ def _check_shape(linear: nn.Linear, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _bias(linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter | None:
+    """Return the bias of a new layer, or None if `linear` has none."""
     if "bias" not in linear._parameters or linear._parameters["bias"] is None:
         return None
     if "bias" not in parts:
@@ -80,7 +99,7 @@ class Bnb8Bit(QuantizedLayers):
 
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return a `Linear8bitLt`."""
-        made = self.bnb.nn.Linear8bitLt(
+        layer = self.bnb.nn.Linear8bitLt(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
@@ -88,22 +107,25 @@ class Bnb8Bit(QuantizedLayers):
             threshold=self.threshold,
             device="meta",
         )
-        if "SCB" in parts:
-            weight, scale = (parts[key].to(device, copy=True) for key in ("weight", "SCB"))
-            made.weight = self.bnb.nn.Int8Params(
+        if "SCB" in parts:  # already quantized. SCB is the scale of each row, CB the int8 weight.
+            weight = parts["weight"].to(device, copy=True)
+            scale = parts["SCB"].to(device, copy=True)
+            layer.weight = self.bnb.nn.Int8Params(
                 weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale
             )
         else:
             weight = _check_shape(linear, parts["weight"]).to(torch.float16)
-            made.weight = self.bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
-        made.bias = _bias(linear, parts, device, dtype)
-        return cast("nn.Module", made)
+            # `to` quantizes the weight.
+            layer.weight = self.bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
+        layer.bias = _bias(linear, parts, device, dtype)
+        return cast("nn.Module", layer)
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
         """Return an `Int8Linear`."""
-        if "SCB" in parts:
+        if "SCB" in parts:  # the largest absolute value of each row, which int8 stores as 127
             return Int8Linear(linear, parts["weight"], parts["SCB"] / 127, parts.get("bias"))
         weight = _check_shape(linear, parts["weight"]).float()
+        # Clamped, because a row of zeros would be divided by 0.
         scale = weight.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
         return Int8Linear(linear, (weight / scale[:, None]).round().to(torch.int8), scale, parts.get("bias"))
 
@@ -111,7 +133,13 @@ class Bnb8Bit(QuantizedLayers):
 class Int8Linear(nn.Module):
     """A linear layer with int8 weights and a scale per row: row `i` of the weight is `weight[i] * scale[i]`.
 
-    The size is that of `linear`. The output has the dtype of the input.
+    Its tensors are parameters without gradients, so that hooks can offload them. The output has the dtype of the input.
+
+    Args:
+        linear: A layer with the same sizes.
+        weight: int8 of (out, in). Used without a copy if it is contiguous.
+        scale: Scale of each row, of (out,).
+        bias: Copied. None for a layer without a bias.
     """
 
     def __init__(self, linear: nn.Linear, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -138,7 +166,7 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(module, Int8Linear) or type(module).__module__.startswith("bitsandbytes.")
 
 
-_PACKED_ROWS = 32  # rows of a weight that bitsandbytes packs together for the CPU
+_PACKED_ROWS = 32  # rows of a weight that bitsandbytes packs together for the CPU; see `unpack_4bit_weights`
 
 
 class Bnb4Bit(QuantizedLayers):
@@ -158,7 +186,7 @@ class Bnb4Bit(QuantizedLayers):
 
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return a `Linear4bit`."""
-        made = self.bnb.nn.Linear4bit(
+        layer = self.bnb.nn.Linear4bit(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
@@ -168,27 +196,28 @@ class Bnb4Bit(QuantizedLayers):
             device="meta",
         )
         extra = {key: parts[key].clone() for key in self.extra_keys if key in parts}
-        if extra:
-            made.weight = self.bnb.nn.Params4bit.from_prequantized(
-                parts["weight"].clone(), extra, device=device, module=made
+        if extra:  # already quantized
+            layer.weight = self.bnb.nn.Params4bit.from_prequantized(
+                parts["weight"].clone(), extra, device=device, module=layer
             )
         else:
             weight = _check_shape(linear, parts["weight"])
-            made.weight = self.bnb.nn.Params4bit(
+            layer.weight = self.bnb.nn.Params4bit(
                 weight.to(dtype or weight.dtype).contiguous(),
                 requires_grad=False,
                 quant_type=self.quant_type,
                 compress_statistics=self.double_quant,
-                module=made,
-            ).to(device)
-        made.bias = _bias(linear, parts, device, dtype)
-        state = made.weight.quant_state
+                module=layer,
+            ).to(device)  # `to` quantizes the weight
+        layer.bias = _bias(linear, parts, device, dtype)
+        state = layer.weight.quant_state
         if linear.out_features % _PACKED_ROWS or linear.in_features % state.blocksize:
-            made.support_avx512bf16_for_cpu = False  # a layer of this size cannot be packed
-        # Packing replaces the tensors of the state, so this copy takes memory only afterwards.
+            layer.support_avx512bf16_for_cpu = False  # a layer of this size cannot be packed
+        # For `unpack_4bit_weights`. A shallow copy: packing replaces the tensors of the state, so that the copy takes
+        # memory only afterwards.
         state.trainwright_unpacked = copy.copy(state)
-        made.register_state_dict_pre_hook(_unpack_first)
-        return cast("nn.Module", made)
+        layer.register_state_dict_pre_hook(_unpack_first)
+        return cast("nn.Module", layer)
 
 
 def unpack_4bit_weights(model: nn.Module) -> None:
@@ -206,18 +235,18 @@ def unpack_4bit_weights(model: nn.Module) -> None:
 
 
 def _unpack(weight: Any, state: Any) -> None:
-    scratch = copy.copy(state)  # the function below changes it
-    scratch.original_nested = False  # do not quantize scales that are not used
+    scratch = copy.copy(state)  # the function below changes it. Only the weight that it returns is used.
+    scratch.original_nested = False  # do not quantize its scales, which are not used
     functions: Any = require_package("bitsandbytes.functional", purpose="a model in 4 bits")
     weight.data, _ = functions._convert_weight_packed_for_cpu_inverse(weight.data, scratch)
-    former = getattr(state, "trainwright_unpacked", None)
-    if former is None:
+    unpacked = getattr(state, "trainwright_unpacked", None)
+    if unpacked is None:  # not created by `Bnb4Bit`. The rounding of the scales to bfloat16 remains.
         state.absmax = state.absmax.T.float().flatten()
         state.dtype = state.original_dtype
     else:
-        former = copy.copy(former)
-        former.to(weight.device)
-        vars(state).update(vars(former))
+        unpacked = copy.copy(unpacked)  # `to` replaces its tensors
+        unpacked.to(weight.device)
+        vars(state).update(vars(unpacked))
     state.packing_format_for_cpu = False
 
 
@@ -247,27 +276,27 @@ class Torchao(QuantizedLayers):
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """Return an `nn.Linear` with a quantized weight."""
         dtype = dtype or linear.weight.dtype
-        made: Any = nn.Linear(
+        layer: Any = nn.Linear(
             linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=dtype
         )
         saved = {key.removeprefix("weight."): parts[key] for key in self.extra_keys if key in parts}
-        if saved:
-            weight = torch.zeros(made.weight.shape, dtype=dtype, device=device)
+        if saved:  # already quantized. Zeros are quantized, and then replaced by the saved tensors.
+            weight = torch.zeros(layer.weight.shape, dtype=dtype, device=device)
         else:
             weight = _check_shape(linear, parts["weight"]).to(device, dtype, copy=True)
-        made.weight = nn.Parameter(weight, requires_grad=False)
-        made.bias = _bias(linear, parts, device, dtype)
-        plain = type(made.weight.data)
-        self.torchao.quantization.quantize_(made, self._config())
-        if type(made.weight.data) is plain:
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.bias = _bias(linear, parts, device, dtype)
+        plain = type(layer.weight.data)
+        self.torchao.quantization.quantize_(layer, self._config())
+        if type(layer.weight.data) is plain:  # torchao skips sizes that it does not support, without an error
             raise ConfigurationError(
                 f"quant_type={self.quant_type!r} does not support a layer of {linear.in_features} × "
                 f"{linear.out_features}: its size is not a multiple of group_size={self.group_size}. Add it to "
                 "skip_modules, or use a smaller group_size."
             )
         if saved:
-            made.weight = nn.Parameter(_with_values(made.weight.data, saved, device), requires_grad=False)
-        return cast("nn.Module", made)
+            layer.weight = nn.Parameter(_with_values(layer.weight.data, saved, device), requires_grad=False)
+        return cast("nn.Module", layer)
 
     def _config(self) -> Any:
         kinds = self.torchao.quantization
@@ -282,20 +311,26 @@ class Torchao(QuantizedLayers):
 
 
 def _with_values(weight: Any, values: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same class and settings as `weight` with the inner tensors in `values`."""
+    """Return a tensor of the same class and settings as `weight` with the inner tensors in `values`.
+
+    Raises:
+        CheckpointError: An inner tensor is not in `values`.
+    """
     names, settings = weight.__tensor_flatten__()
-    own = {name: getattr(weight, name) for name in names}
-    missing = [name for name, inner in own.items() if inner is not None and name not in values]
+    template = {name: getattr(weight, name) for name in names}
+    missing = [name for name, inner in template.items() if inner is not None and name not in values]
     if missing:
         raise CheckpointError(
             f"a saved weight lacks {', '.join(missing)}. Use the quantization configuration that it was saved with."
         )
-    new = {
-        name: None if inner is None else values[name].to(device, copy=True).view(inner.shape)
-        for name, inner in own.items()
-    }
-    found: torch.Tensor = type(weight).__tensor_unflatten__(new, settings, weight.shape, weight.stride())
-    return found
+    inner_tensors: dict[str, torch.Tensor | None] = {}
+    for name, inner in template.items():
+        if inner is None:
+            inner_tensors[name] = None
+        else:
+            inner_tensors[name] = values[name].to(device, copy=True).view(inner.shape)
+    new: torch.Tensor = type(weight).__tensor_unflatten__(inner_tensors, settings, weight.shape, weight.stride())
+    return new
 
 
 def flatten_quantized(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -305,7 +340,8 @@ def flatten_quantized(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
             flat[name] = tensor
             continue
-        for inner in tensor.__tensor_flatten__()[0]:
+        inner_names, _ = tensor.__tensor_flatten__()
+        for inner in inner_names:
             value = getattr(tensor, inner)
             if value is not None:
                 flat[f"{name}.{inner}"] = value

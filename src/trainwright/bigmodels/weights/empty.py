@@ -26,7 +26,7 @@ _TWIN = "_trainwright_moved_to"  # attribute of a parameter with its copy on the
 
 
 class _Entered(threading.local):
-    """The active contexts of this thread."""
+    """The active contexts of the current thread. `threading.local` calls `__init__` once in each thread."""
 
     def __init__(self) -> None:
         self.contexts: list[object] = []  # one token for each context, innermost last
@@ -75,6 +75,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     buffers: dict[tuple[int, str], nn.Module] = {}
 
     def is_innermost() -> bool:
+        # False in other threads, whose list is empty or has other tokens.
         return _entered.contexts[-1:] == [token]
 
     # A hook that returns None leaves the assigned tensor as it is.
@@ -103,7 +104,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         if include_buffers and target != _META:
             stack.enter_context(target)  # torch then creates all tensors on the device
         yield
-        _empty(buffers)
+        _empty(buffers)  # not after an error
 
 
 def _empty(buffers: dict[tuple[int, str], nn.Module]) -> None:

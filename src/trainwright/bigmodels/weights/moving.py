@@ -33,7 +33,7 @@ def to_device(device: Device) -> torch.device:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"device {device!r} is not known: {reason}") from error
-    index: int | None = parsed.index  # torch has annotated it as never None
+    index: int | None = parsed.index  # torch's annotation lacks None
     has_several = parsed.type != "meta" and not properties(parsed.type).is_unified
     if index is None and has_several:
         current_index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
@@ -57,7 +57,7 @@ def checked_device(device: Device) -> torch.device:
 
 def check_available(device_map: Mapping[str, Device]) -> None:
     """Raise a ConfigurationError that names the entry if this machine lacks a device of a device map."""
-    checked: set[Device] = {"disk"}
+    checked: set[Device] = {"disk"}  # which is not a device of torch
     for name, device in device_map.items():
         if device not in checked:
             checked.add(device)
@@ -86,6 +86,7 @@ def move_inputs(values: object, device: torch.device, skip_keys: Collection[str]
 
 
 def _move_except(values: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
+    """Move the tensors in `values`, except those of dict keys in `skip_keys`."""
     if isinstance(values, dict):
         changed = values.copy()  # keeps subclasses such as an OrderedDict of outputs
         for key, value in values.items():

@@ -22,8 +22,8 @@ from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights
 from trainwright.core.errors import ConfigurationError
 
 _META = torch.device("meta")
-_REPLACED = "_replaced_weight"
-_data: Any = torch.Tensor.data
+_REPLACED = "_replaced_weight"  # attribute of a placeholder with its `ReplacedWeight`
+_data: Any = torch.Tensor.data  # the property. mypy takes it for a tensor.
 # Functions that use only the shape, dtype or device of a meta argument, and those that copy or build state dicts use.
 _ALLOWED = frozenset(
     {"copy_", "to", "type_as", "expand_as", "view_as", "reshape_as", "result_type", "is_same_size", "__set__", "detach"}
@@ -34,11 +34,15 @@ _CONVERSIONS = frozenset({"to", "half", "float", "double", "bfloat16", "type"})
 
 @dataclass(slots=True, eq=False)
 class ReplacedWeight:
-    """The weight that a placeholder replaces: where it is, and the tensor to which it returns.
+    """The weight that a placeholder replaces: the place of its values, and the tensor to which they return.
+
+    For example, a CPU weight that a hook offloads has `device="cpu"`, `is_hooked=True` and a label. A weight that was
+    loaded from a checkpoint to the disk, before a hook is added, has `device="meta"`, `value`, `span` and a label.
 
     Attributes:
         device: The device of the tensor that the placeholder replaced. Meta if this tensor had no values.
-        original: This tensor if it still exists. Its memory is freed while the weight is offloaded.
+        original: Returns this tensor, or None if it no longer exists. A placeholder does not keep it alive, unless it
+            is a meta tensor.
         value: The values, if they are only in a file. Values in memory are in the weights map of a hook.
         span: The location of `value` in the file.
         label: The name of the weight in errors. None: neither a hook nor a file has its value, and there are no errors.
@@ -53,7 +57,7 @@ class ReplacedWeight:
     is_hooked: bool = False
 
     def keep(self, original: torch.Tensor) -> None:
-        """Record the tensor to which the weight returns, without keeping it in memory."""
+        """Record the tensor to which the weight returns, by a weak reference."""
         self.original = TensorWeakRef(original)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedWeight:
@@ -67,35 +71,43 @@ class ReplacedWeight:
 def _call_checked(
     function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call a torch function on placeholders. The results are placeholders. Raise if another argument has values."""
+    """Call a torch function on placeholders. The results are placeholders. Raise if another argument has values.
+
+    This is the `__torch_function__` of the classes below. Only placeholders with a label raise errors.
+    """
     kwargs = kwargs or {}
     name = getattr(function, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
-        used = _labelled([*args, *kwargs.values()])
-        if used is not None and name not in _ALLOWED and any(_has_values(value) for value in (*args, *kwargs.values())):
-            raise ConfigurationError(_message(used, name))
+        arguments = [*args, *kwargs.values()]
+        labelled = _labelled(arguments)
+        if labelled is not None and name not in _ALLOWED and any(map(_has_values, arguments)):
+            raise ConfigurationError(_message(labelled, name))
         try:
-            found = function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except NotImplementedError as error:  # the function reads values, such as a copy to a device
-            if used is None:
+            if labelled is None:
                 raise
-            raise ConfigurationError(_message(used, name)) from error
+            raise ConfigurationError(_message(labelled, name)) from error
         if function == _data.__get__ or (name == "detach" and isinstance(args[0], OffloadedParameter)):
-            return found  # ordinary tensors, for state dicts and new parameters
-        replaced = None if used is None else ReplacedWeight(label=used.label, is_hooked=used.is_hooked)
-        if name in _CONVERSIONS and (own := replaced_weight(args[0])) is not None:
-            replaced = own  # a converted buffer has the same weight
-        if isinstance(found, (tuple, list)) and type(found) in (tuple, list):
-            return type(found)(_marked(each, replaced) for each in found)
-        return _marked(found, replaced)
+            return result  # ordinary tensors, for state dicts and new parameters
+        # Results raise the same errors as the placeholder, so that a computation of several steps raises one, too.
+        replaced = None if labelled is None else ReplacedWeight(label=labelled.label, is_hooked=labelled.is_hooked)
+        if name in _CONVERSIONS:
+            converted = replaced_weight(args[0])
+            if converted is not None:
+                replaced = converted  # a converted buffer has the same weight
+        if type(result) in (tuple, list):  # not named tuples, whose classes have another constructor
+            return type(result)(_marked(each, replaced) for each in result)
+        return _marked(result, replaced)
 
 
 def _copy(tensor: OffloadedParameter | OffloadedTensor, memo: dict[int, Any]) -> Any:
     """Copy a placeholder with its `ReplacedWeight`. torch's implementation would return an ordinary tensor."""
     if id(tensor) not in memo:
         with torch._C.DisableTorchFunctionSubclass():
-            memo[id(tensor)] = _new(tensor, tensor.as_subclass(torch.Tensor).detach().clone())
-        set_replaced_weight(memo[id(tensor)], copy.deepcopy(replaced_weight(tensor), memo) or ReplacedWeight())
+            twin = _new(tensor, tensor.as_subclass(torch.Tensor).detach().clone())
+        memo[id(tensor)] = twin
+        set_replaced_weight(twin, copy.deepcopy(replaced_weight(tensor), memo) or ReplacedWeight())
     return memo[id(tensor)]
 
 
@@ -133,20 +145,26 @@ class Placeholders:
     """The placeholders of one model. Modules that share a tensor share its placeholder."""
 
     def __init__(self) -> None:
+        # Tensor → its placeholder, while the tensor exists.
         self._of: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
     def replace(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the placeholder that replaces a tensor: the tensor itself if it is one."""
         if replaced_weight(tensor) is not None:
             return tensor
-        found = self._of.get(tensor)
-        if found is None:
-            found = self._of[tensor] = _placeholder_of(tensor)
-        return found
+        known = self._of.get(tensor)
+        if known is not None:
+            return known
+        new = _placeholder_of(tensor)
+        self._of[tensor] = new
+        return new
 
 
 def placeholder(tensor: torch.Tensor, replaced: ReplacedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new placeholder for the weight `replaced`. It is like a parameter or buffer."""
+    """Return a new placeholder for the weight `replaced`. It is a parameter or buffer like `tensor`.
+
+    `dtype` is the dtype of the placeholder. Default: that of `tensor`.
+    """
     with without_guard():
         if tensor.is_meta and dtype in (None, tensor.dtype):
             value = tensor.detach()  # empty_like of a meta tensor runs 20 × as long, in Python
@@ -158,6 +176,7 @@ def placeholder(tensor: torch.Tensor, replaced: ReplacedWeight, dtype: torch.dty
 
 
 def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a placeholder for a tensor of a module. A meta tensor of an unknown class becomes its own placeholder."""
     if not tensor.is_meta:
         replaced = ReplacedWeight(tensor.device)
         replaced.keep(tensor)
@@ -169,7 +188,10 @@ def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _new(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` as a placeholder for `tensor`. Other subclasses of tensors have placeholders without checks."""
+    """Return the meta tensor `value` as a placeholder for `tensor`, without its `ReplacedWeight`.
+
+    Placeholders of other classes than `nn.Parameter` and `torch.Tensor` keep the class, and have no checks.
+    """
     if type(tensor) in (torch.Tensor, OffloadedTensor):
         return value.as_subclass(OffloadedTensor)
     if type(tensor) not in (nn.Parameter, OffloadedParameter):
@@ -180,8 +202,8 @@ def _new(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def replaced_weight(tensor: torch.Tensor) -> ReplacedWeight | None:
     """Return the weight that a placeholder replaces. None for other tensors."""
-    found: ReplacedWeight | None = tensor.__dict__.get(_REPLACED)
-    return found
+    replaced: ReplacedWeight | None = tensor.__dict__.get(_REPLACED)
+    return replaced
 
 
 def set_replaced_weight(tensor: torch.Tensor, replaced: ReplacedWeight) -> None:
@@ -201,7 +223,10 @@ def in_files(model: nn.Module) -> StoredWeights:
 
 
 def partly_offloaded(model: nn.Module) -> dict[int, torch.Tensor]:
-    """Return the id of a placeholder → the parameter that it replaces in some modules, and that others have."""
+    """Return the placeholders of parameters that other modules have in memory: id of the placeholder → parameter.
+
+    For example, a head on the disk has a placeholder for the weight of an embedding on the CPU.
+    """
     parameters = list(model.parameters())
     present = {id(parameter) for parameter in parameters}
     found: dict[int, torch.Tensor] = {}
@@ -214,12 +239,15 @@ def partly_offloaded(model: nn.Module) -> dict[int, torch.Tensor]:
 
 
 def without_guard() -> Any:
-    """Return a context without the checks of placeholders, in which reading their attributes is fast."""
+    """Return a context without the checks of placeholders. Reading attributes such as `device` is faster in it."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Convert `value` to a parameter with the class and attributes of `tensor`. Return it unchanged for a buffer."""
+    """Convert `value` to a parameter with the class and attributes of `tensor`. Return it unchanged for a buffer.
+
+    The parameter shares the memory of `value`, and has the `requires_grad` of `tensor`.
+    """
     if value.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():  # inference tensors can become parameters only in this mode
             return like(tensor, value)
@@ -233,12 +261,14 @@ def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _has_values(value: object) -> bool:
+    """Return whether an argument is or contains a tensor with values. False for 0-dim tensors, which act as numbers."""
     if isinstance(value, (list, tuple)):
         return any(map(_has_values, value))
     return isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0
 
 
 def _marked(value: object, replaced: ReplacedWeight | None) -> Any:
+    """Return a result as a placeholder if it is a meta tensor. Return other results unchanged."""
     if replaced is not None and type(value) is torch.Tensor and value.is_meta:
         value = value.as_subclass(OffloadedTensor)
         set_replaced_weight(value, replaced)
@@ -248,13 +278,13 @@ def _marked(value: object, replaced: ReplacedWeight | None) -> Any:
 def _labelled(values: Iterable[Any]) -> ReplacedWeight | None:
     """Return the weight of the first placeholder whose weight has a label."""
     for value in values:
-        found: ReplacedWeight | None
-        if isinstance(value, (list, tuple)):
-            found = _labelled(value)
+        replaced: ReplacedWeight | None
+        if isinstance(value, (list, tuple)):  # such as the tensors of torch.cat
+            replaced = _labelled(value)
         else:
-            found = getattr(value, "__dict__", {}).get(_REPLACED)
-        if found is not None and found.label is not None:
-            return found
+            replaced = getattr(value, "__dict__", {}).get(_REPLACED)
+        if replaced is not None and replaced.label is not None:
+            return replaced
     return None
 
 

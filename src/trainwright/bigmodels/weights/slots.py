@@ -1,8 +1,9 @@
 """Tables of a module: put tensors into them, and exchange offloaded tensors for a forward.
 
-The placeholder in the module defines the dtype and `requires_grad` of the weight that replaces it. If a user assigns a
-tensor with values, this tensor is used instead. Gradients of offloaded weights are discarded as soon as they are
-computed.
+A table is a module's `_parameters` or `_buffers`. In this package, `shown` is the tensor that the table has now: the
+slot's placeholder, or its conversion by the user (`model.half()`). It defines the dtype and `requires_grad` of the
+weight that replaces it in a forward. If a user assigns a tensor with values, this tensor is used instead. Gradients of
+offloaded weights are discarded as soon as they are computed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Slot:
         leaf: Name of the tensor in that submodule.
         is_buffer: The tensor is a buffer, not a parameter.
         placeholder: The meta tensor that replaced the original tensor. `replaced` creates a slot with another one.
-        former: The original tensor, if the weights map returns the same memory. Otherwise None.
+        former: The original tensor, if the weights map returns the same memory. Otherwise None. It keeps this memory
+            alive between forwards, and returns to the module when the hook is removed.
         is_shared: True if a module that is not offloaded also contains `former`. Gradients are then not discarded. The
             hook in `align.py` sets it.
     """
@@ -62,9 +64,9 @@ class Slot:
     @property
     def replaced_weight(self) -> ReplacedWeight:
         """The weight that the placeholder replaces."""
-        found = replaced_weight(self.placeholder)
-        assert found is not None
-        return found
+        replaced = replaced_weight(self.placeholder)
+        assert replaced is not None
+        return replaced
 
     def mark(self, module: nn.Module) -> None:
         """Record in the placeholder that a hook of `module` loads the weight."""
@@ -74,7 +76,7 @@ class Slot:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
-        if replaced_weight(placeholder) is None:  # of a class whose copies lack it
+        if replaced_weight(placeholder) is None:  # a subclass of tensors whose copies lack the attribute
             set_replaced_weight(placeholder, copy.deepcopy(self.replaced_weight, memo))
         return replace(self, placeholder=placeholder, former=former)
 
@@ -84,26 +86,33 @@ class Slot:
         return owner._buffers if self.is_buffer else owner._parameters
 
     def replaced(self, module: nn.Module) -> Slot:
-        """Return the slot for a new value. The module must already have the placeholder for it."""
+        """Return a slot for a new value in the weights map. The module must already have the placeholder for it."""
         return replace(self, placeholder=self.table(module)[self.leaf], former=None, is_shared=False)
 
     def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, for_user: bool) -> torch.Tensor:
-        """Return the weight that replaces `shown`, the module's meta tensor. Call with gradients disabled.
+        """Return the weight that replaces `shown` for a use. Call without gradients and outside of inference mode.
 
-        Must not be called in inference mode. `value` is on the device of the forward. With `records`, autograd may
-        record the use, and the gradient is discarded. It is kept with `for_user`, for a use outside of a forward.
+        Args:
+            shown: The meta tensor in the module.
+            value: The value, on the device of the use.
+            records: Autograd may record the use. The weight's gradient is then discarded.
+            for_user: The use is outside of a forward. The gradient is kept.
         """
         former = self.former
         if former is not None and self._can_return(former, shown, value.device):
             return former
         weight = like(shown, value.to(shown.dtype))
         discards_gradient = records and not for_user and weight.requires_grad
-        if discards_gradient and weight.is_leaf and not weight.is_inference():  # torch has no such hook on others
+        accepts_hook = weight.is_leaf and not weight.is_inference()
+        if discards_gradient and accepts_hook:
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         return weight
 
     def _can_return(self, former: torch.Tensor, shown: torch.Tensor, device: torch.device) -> bool:
-        """Return whether the original tensor is like the weight, and its gradients need not be discarded."""
+        """Return whether the original tensor can be used as the weight.
+
+        It is then like the weight, and its gradient is not discarded: it has none, or another module shares the tensor.
+        """
         if former.device != device or former.dtype != shown.dtype or former.requires_grad != shown.requires_grad:
             return False
         return self.is_shared or not former.requires_grad
@@ -134,11 +143,14 @@ class Slot:
         self.replaced_weight.keep(original)
 
     def _restore_empty(self, table: dict[str, Any], shown: torch.Tensor) -> None:
-        """Put back the meta tensor that the placeholder replaced, or end the checks of one that was there before."""
+        """Put back the meta tensor that the placeholder replaced.
+
+        Without one, the placeholder stays, and raises no more errors unless its weight is in a file.
+        """
         original = self.replaced_weight.original()
         self.replaced_weight.is_hooked = False
         if self.replaced_weight.value is None:
-            self.replaced_weight.label = None
+            self.replaced_weight.label = None  # ends the checks
         if original is not None:
             _follow(original, shown)
             table[self.leaf] = original
@@ -147,10 +159,11 @@ class Slot:
 def restored(placeholder: torch.Tensor, value: torch.Tensor, shown: torch.Tensor | None = None) -> torch.Tensor:
     """Return the tensor that a placeholder replaces, or a new tensor if it was deleted. It uses `value`'s memory.
 
-    Dtype and `requires_grad` are those of `shown`: the placeholder, or the user's conversion of it.
+    Dtype and `requires_grad` are those of `shown`. Default: those of the placeholder.
     """
     replaced = replaced_weight(placeholder)
-    shown = placeholder if shown is None else shown
+    if shown is None:
+        shown = placeholder
     original = None if replaced is None else replaced.original()
     if original is None or original.is_meta:
         return like(shown, value)
@@ -172,10 +185,10 @@ def _copied_as(shown: torch.Tensor, stored: torch.Tensor, device: torch.device) 
 
 
 def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
-    """Set a tensor's dtype and `requires_grad` to those of another tensor, in place."""
+    """Set a tensor's dtype and `requires_grad` to those of `shown`, in place. A gradient is converted, too."""
     if tensor.dtype != shown.dtype:
         gradient = tensor.grad
-        tensor.grad = None  # torch takes a gradient of another dtype only after the data has that dtype
+        tensor.grad = None  # torch rejects data and a gradient of different dtypes
         tensor.data = tensor.data.to(shown.dtype)
         if gradient is not None and shown.is_floating_point():
             tensor.grad = gradient.to(shown.dtype)

@@ -23,11 +23,12 @@ from trainwright.checkpoint.format.safetensors_io import DTYPES, NATIVE_NAMES, f
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload.advice import populate
 
-# Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
+# Linux's MAP_NORESERVE, which Python's mmap module lacks. Without it, Linux refuses a private mapping that is larger
+# than the memory.
 _MAP_NORESERVE = 0x4000
 _READ_BYTES = 8 * 2**20  # bytes per read
 _PROBE_BYTES = 2**20  # distance of the bytes that are probed to check whether a part is in memory
-_GAP_BYTES = 64 * 2**10  # reading so much more is cheaper than a second request
+_GAP_BYTES = 64 * 2**10  # reading a gap of this size is cheaper than a second request
 
 
 class FileSpan(NamedTuple):
@@ -43,32 +44,46 @@ class FileSpan(NamedTuple):
 
 
 class MappedFile:
-    """A file that is mapped completely but not read. A file that cannot be mapped raises CheckpointError."""
+    """A file that is mapped completely but not read.
+
+    Attributes:
+        path: Path of the file when it was opened, for messages.
+        num_bytes: Length of the file when it was mapped.
+
+    Raises:
+        CheckpointError: The file cannot be opened or mapped, is empty, or is not a regular file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         check_regular(path)
         try:
-            self._use(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+            self._map_descriptor(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error}.") from error
 
-    def _use(self, descriptor: int) -> None:
+    def _map_descriptor(self, descriptor: int) -> None:
+        """Map an open file, and close it when this object is freed. Tensors remain valid: they keep the mapping."""
         self._descriptor = descriptor
         weakref.finalize(self, os.close, self._descriptor)
         self.num_bytes = os.fstat(self._descriptor).st_size
-        self._bytes = _map(self._descriptor, self.num_bytes, self.path)
-        self._mapped: set[tuple[int, int]] = set()  # parts that were loaded before
+        self._bytes = _map(self._descriptor, self.num_bytes, self.path)  # uint8
+        # Parts (start, num_bytes) that `load` has entered into the page table of this process. They need another `load`
+        # only if the system has dropped them from the page cache.
+        self._loaded: set[tuple[int, int]] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
         """Map the same file again. Changes of the original's tensors in memory are not copied."""
         self.check()
         twin = copy.copy(self)
-        twin._use(os.dup(self._descriptor))  # the path may name another file by now
+        twin._map_descriptor(os.dup(self._descriptor))  # the path may name another file by now
         return twin
 
     def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
-        """Return the tensor of this copy for a tensor of the original `other`. None if it is not a view of `other`."""
+        """Return this copy's tensor for a tensor of the original file `other`.
+
+        None if `tensor` is not a contiguous view of `other`.
+        """
         start = tensor.data_ptr() - other._bytes.data_ptr()
         if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
             return None
@@ -87,12 +102,12 @@ class MappedFile:
                 f"{self.num_bytes} bytes. Copy or download the file again."
             )
         content = self._bytes[start : start + num_bytes]
-        if start % dtype.itemsize:
+        if start % dtype.itemsize:  # torch cannot view unaligned bytes as this dtype
             content = content.clone()
         return content.view(dtype).view(tuple(shape))
 
     def check(self) -> None:
-        """Raise CheckpointError if the file is shorter than before. Takes one system call."""
+        """Raise CheckpointError if the file is shorter than when it was mapped. Takes one system call."""
         size = os.fstat(self._descriptor).st_size
         if size < self.num_bytes:
             raise CheckpointError(
@@ -125,40 +140,49 @@ class MappedFile:
         Releases the GIL. Raises CheckpointError if the file has shrunk.
         """
         self.check()
-        if (start, num_bytes) in self._mapped and self._is_in_memory(start, num_bytes):
+        if (start, num_bytes) in self._loaded and self._is_in_memory(start, num_bytes):
             return
-        if hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise"):  # starts to read the whole part, while the loop below waits for its pieces
             os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
         begin = start - start % mmap.PAGESIZE
         end = min(start + num_bytes, self.num_bytes)
         while begin < end:
             count = min(_READ_BYTES, end - begin)
-            if not populate(self._bytes.data_ptr() + begin, count):
+            if not populate(self._bytes.data_ptr() + begin, count):  # not supported by this system
                 self.check()
                 self._bytes[begin : begin + count : mmap.PAGESIZE].sum()  # touches each page
             begin += count
-        self._mapped.add((start, num_bytes))
+        self._loaded.add((start, num_bytes))
 
     def _is_in_memory(self, start: int, num_bytes: int) -> bool:
         """Return whether a range seems to be in the page cache. Probes a byte in each MiB."""
-        flag = getattr(os, "RWF_NOWAIT", None)
+        flag = getattr(os, "RWF_NOWAIT", None)  # only on Linux: read only bytes that are in the page cache
         byte = [bytearray(1)]
         if flag is None or not num_bytes:
             return False
         last = start + num_bytes - 1
         try:
-            return all(os.preadv(self._descriptor, byte, at, flag) for at in (*range(start, last, _PROBE_BYTES), last))
-        except OSError:  # it is not in memory, or the file system cannot tell
+            for offset in (*range(start, last, _PROBE_BYTES), last):
+                if not os.preadv(self._descriptor, byte, offset, flag):  # the file ends before
+                    return False
+        except OSError:  # it is not in memory, or the file system does not support the flag
             return False
+        return True
 
 
 def load_spans(spans: Iterable[FileSpan]) -> None:
-    """Read parts of files into memory with `MappedFile.load`. Parts with gaps of up to 64 KiB are read together."""
-    runs: list[FileSpan] = []
+    """Read parts of files into memory with `MappedFile.load`. Parts with gaps of up to 64 KiB are read together.
+
+    Raises:
+        CheckpointError: A file has shrunk.
+    """
+    runs: list[FileSpan] = []  # parts to read, each of which covers one or more spans
     for span in sorted(spans, key=lambda span: (str(span.file.path), span.start)):
         run = runs[-1] if runs else None
         if run is not None and span.file is run.file and span.start <= run.start + run.num_bytes + _GAP_BYTES:
-            runs[-1] = FileSpan(run.file, run.start, max(run.num_bytes, span.start + span.num_bytes - run.start))
+            # A span may end before the run does: tied weights have the same span.
+            num_bytes = max(run.num_bytes, span.start + span.num_bytes - run.start)
+            runs[-1] = FileSpan(run.file, run.start, num_bytes)
         else:
             runs.append(span)
     for run in runs:
@@ -166,13 +190,16 @@ def load_spans(spans: Iterable[FileSpan]) -> None:
 
 
 def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:
-    if num_bytes == 0:
+    """Return the bytes of a file as a tensor of uint8. Writes to it do not change the file."""
+    if num_bytes == 0:  # which cannot be mapped
         raise CheckpointError(f"{path} is truncated: it is empty. Copy or download the file again.")
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
-            flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if hasattr(os, "posix_fadvise") else 0)
+            flags = mmap.MAP_PRIVATE
+            if hasattr(os, "posix_fadvise"):  # Linux: macOS has neither this function nor the flag
+                flags |= _MAP_NORESERVE
             mapping = mmap.mmap(descriptor, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        else:
+        else:  # Windows
             mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be mapped into memory: {error}.") from error
@@ -182,18 +209,19 @@ def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:
 _INDEX_SUFFIX = ".index.json"
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+# Names in the headers of safetensors → dtype.
 _DTYPES = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
-    """Name → tensor on the CPU, mapped from a file. Created by `read_checkpoint`.
+    """Name → tensor on the CPU, which may be mapped from a file. `read_checkpoint` creates one for a checkpoint.
 
     Names that are tied in the checkpoint's index have the same tensor. Writes to a tensor do not change the file.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._spans: dict[str, FileSpan] = {}
+        self._spans: dict[str, FileSpan] = {}  # only for names of tensors with a known location
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -211,11 +239,14 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return twin
 
     def locate(self, name: str) -> FileSpan | None:
-        """Return the location of a tensor in a safetensors file. None for other tensors."""
+        """Return the location of a tensor in a safetensors file or an offload folder. None for other tensors."""
         return self._spans.get(name)
 
     def add(self, name: str, tensor: torch.Tensor, span: FileSpan | None = None) -> None:
-        """Add a tensor, and its location if it is a view of a file."""
+        """Add a tensor, and its location if it is a view of a file.
+
+        Without `span`, a name that exists keeps its location. The new tensor must then have the same bytes.
+        """
         self._tensors[name] = tensor
         if span is not None:
             self._spans[name] = span
@@ -245,6 +276,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         file = MappedFile(path)
         header = read_header(path)
         header.pop("__metadata__", None)
+        # The file: 8 bytes with the length of the header, the header in JSON, and the tensors. Offsets in the header
+        # count from `begin`, the first byte of the tensors.
         begin = 8 + int.from_bytes(file.tensor(0, torch.uint8, (8,)).numpy().tobytes(), "little")
         for name in header if names is None else names:
             if name not in header:
@@ -263,17 +296,17 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         """
         from trainwright.checkpoint.interop.torch_file import read_torch_file
 
-        found, unknown = read_torch_file(path, mapped=mapped)
-        if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
-            found = found["state_dict"]
-        if unknown or not isinstance(found, dict):
+        content, unknown = read_torch_file(path, mapped=mapped)
+        if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):  # a checkpoint of Lightning
+            content = content["state_dict"]
+        if unknown or not isinstance(content, dict):
             raise CheckpointError(
                 f"{path} is not a state dict of tensors" + (f": it contains {', '.join(unknown)}." if unknown else ".")
             )
-        for name in found if names is None else names:
-            if not isinstance(found.get(name), torch.Tensor):
+        for name in content if names is None else names:
+            if not isinstance(content.get(name), torch.Tensor):
                 raise CheckpointError(f"{path} does not contain the tensor {name!r}. Copy the file again.")
-            self._tensors[name] = found[name]
+            self._tensors[name] = content[name]
 
 
 def copy_stored(
@@ -282,9 +315,11 @@ def copy_stored(
     """Return deep copies of a tensor and its location. A mapped tensor is mapped again, not read."""
     if span is None:
         return copy.deepcopy(tensor, memo), None
-    twin = copy.deepcopy(span, memo)
-    found = twin.file.counterpart(tensor, span.file)
-    return (copy.deepcopy(tensor, memo) if found is None else found), twin
+    span_copy = copy.deepcopy(span, memo)  # maps the file again, once for all weights with this `memo`
+    mapped_copy = span_copy.file.counterpart(tensor, span.file)
+    if mapped_copy is None:  # not a view of the file, such as a converted tensor
+        return copy.deepcopy(tensor, memo), span_copy
+    return mapped_copy, span_copy
 
 
 def _entry(entry: Any, name: str, path: Path) -> tuple[int, torch.dtype, list[int]]:
@@ -309,8 +344,8 @@ def read_checkpoint(checkpoint: Path) -> StoredWeights:
             has its weights in `model/`.
 
     Raises:
-        CheckpointError: There are no weights, a file is missing, damaged or truncated, or an index points outside its
-            folder.
+        CheckpointError: No weights are found, a folder contains several indexes or files to choose from, a file is
+            missing, damaged or truncated, or an index points outside its folder.
     """
     weights = StoredWeights()
     with reading(checkpoint):
@@ -323,6 +358,14 @@ def read_checkpoint(checkpoint: Path) -> StoredWeights:
 
 
 def _find(checkpoint: Path) -> Path:
+    """Return the index or the file of weights of a checkpoint. In a folder, the first of these that exists:
+
+    1. An index `*.index.json`, of safetensors before others.
+    2. `index.json`, unless it is the index of an offload folder.
+    3. `model.safetensors`, or `pytorch_model.bin`.
+    4. The only file with one of the suffixes, in the order of `_SUFFIXES`.
+    5. One of these in the subfolder `model`.
+    """
     if checkpoint.is_file():
         return checkpoint
     if not checkpoint.is_dir():
@@ -334,9 +377,10 @@ def _find(checkpoint: Path) -> Path:
     if not indexes and plain.is_file() and not _is_offload_index(plain):
         return plain
     if indexes:
-        kinds = [path for path in indexes if (".safetensors." in path.name) == (".safetensors." in indexes[0].name)]
-        if len(kinds) > 1:
-            names = ", ".join(path.name for path in kinds)
+        is_safetensors = ".safetensors." in indexes[0].name
+        same_format = [path for path in indexes if (".safetensors." in path.name) == is_safetensors]
+        if len(same_format) > 1:
+            names = ", ".join(path.name for path in same_format)
             raise CheckpointError(f"{checkpoint} contains several indexes: {names}. Pass the path of the one to load.")
         return indexes[0]
     for name in _SINGLE_FILES:
@@ -371,9 +415,10 @@ def _is_offload_index(path: Path) -> bool:
 
 
 def _add_indexed(weights: StoredWeights, path: Path) -> None:
+    """Add the weights that an index lists."""
     index = read_json(path)
-    notes: Any = {}
-    weight_map = index
+    notes: Any = {}  # see `_add_notes`
+    weight_map = index  # name → file, unless the index has the layout of transformers
     if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
         weight_map = index["weight_map"]
         metadata = index.get("metadata")
@@ -393,7 +438,10 @@ def _add_indexed(weights: StoredWeights, path: Path) -> None:
 
 
 def _add_notes(weights: StoredWeights, notes: Mapping[str, Any], path: Path) -> None:
-    """Apply the entries that this package adds to an index: dtypes that safetensors lacks, and tied names."""
+    """Apply the entries that this package adds to an index: dtypes that safetensors lacks, and tied names.
+
+    For example `{"dtypes": {"a.weight": "torch.complex128"}, "tied": {"head.weight": "embedding.weight"}}`.
+    """
     for name, dtype in dict(notes.get("dtypes", {})).items():
         if name in weights:
             weights.add(name, from_storable(weights[name], dtype))

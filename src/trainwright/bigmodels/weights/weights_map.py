@@ -1,8 +1,11 @@
 """Offloaded weights by name, in a state dict, in a folder to which they were written, or in a checkpoint.
 
 A folder contains one raw file for each tensor, `NAME.dat`, and an `index.json` of
-`{name: {"dtype": …, "shape": …}}`. An entry `{"safetensors_file": …, "weight_name": …, "dtype": …}` refers to a tensor
-in a safetensors file elsewhere.
+`{name: {"dtype": "float32", "shape": [2, 3]}}`. Tensors that `offload_state_dict` wrote for a checkpoint also have
+`"origin"`, which identifies the checkpoint. An entry `{"safetensors_file": …, "weight_name": …, "dtype": …}` refers to
+a tensor in a safetensors file elsewhere.
+
+Files are replaced by a rename: tensors that are mapped from the former file keep its content.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from trainwright.core.errors import CheckpointError, ConfigurationError
 INDEX = "index.json"
 _SUFFIX = ".dat"
 
-Index = dict[str, dict[str, Any]]
+Index = dict[str, dict[str, Any]]  # the content of an `index.json`
 PathLike = str | os.PathLike[str]
 
 
@@ -40,7 +43,8 @@ def offload_weight(
         `index`, or a new dict, with the added entry of the tensor. Write the result with `save_offload_index`.
 
     Raises:
-        CheckpointError: The tensor is on the meta device or cannot be written. The folder is unchanged.
+        CheckpointError: The tensor is on the meta device or cannot be written, or its name is not a valid file name.
+            The folder is unchanged.
     """
     partial, target = _write_beside(weight, weight_name, Path(offload_folder))
     os.replace(partial, target)  # existing mappings keep the former file
@@ -82,6 +86,7 @@ def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
 
 
 def _entry(weight: torch.Tensor) -> dict[str, Any]:
+    """Return a tensor's entry in the index."""
     return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
 
@@ -95,10 +100,12 @@ def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any])
     Raises:
         CheckpointError: The file is missing or too short, or the entry has no dtype or shape.
     """
-    return _mapped(Path(weight_file), weight_info)[0]
+    tensor, _ = _mapped(Path(weight_file), weight_info)
+    return tensor
 
 
 def _mapped(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
+    """Return the tensor in a file, and its location. None for an empty tensor, whose file cannot be mapped."""
     dtype = getattr(torch, str(info.get("dtype")), None)
     shape = info.get("shape")
     if not isinstance(dtype, torch.dtype) or not isinstance(shape, list):
@@ -128,25 +135,25 @@ def offload_state_dict(
     Args:
         save_dir: A folder; created if it does not exist.
         state_dict: Tensors on any device except meta. Tensors that share memory are written separately.
-        origin: The source of the tensors, stored in the index.
+        origin: Identifies the source of the tensors. Stored in the index. Default: None, which stores nothing.
 
     Raises:
-        CheckpointError: The tensors do not fit on the disk, which is checked first, or cannot be written. Files and
-            folders are unchanged.
+        CheckpointError: The tensors do not fit on the disk, which is checked first, or cannot be written, or the
+            folder's index is damaged. Files and folders are unchanged.
     """
     folder = Path(save_dir).absolute()
-    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-    there = new_folders[-1].parent if new_folders else folder
-    if not there.is_dir():
-        raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Pass a folder.")
-    need = sum(tensor.nbytes for tensor in state_dict.values())
-    if need > _free_bytes(there):
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
+    existing = new_folders[-1].parent if new_folders else folder
+    if not existing.is_dir():
+        raise CheckpointError(f"weights cannot be offloaded to {folder}: {existing} is a file. Pass a folder.")
+    num_bytes = sum(tensor.nbytes for tensor in state_dict.values())
+    if num_bytes > _free_bytes(existing):
         raise CheckpointError(
-            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(there)} free. Free space, use "
-            "another folder, or offload less of the model."
+            f"offloading to {folder} needs {num_bytes} bytes and the disk has {_free_bytes(existing)} free. Free "
+            "space, use another folder, or offload less of the model."
         )
     index = read_offload_index(folder)
-    written: list[tuple[Path, Path]] = []
+    written: list[tuple[Path, Path]] = []  # temporary and final paths
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in state_dict.items():
@@ -167,6 +174,7 @@ def offload_state_dict(
 
 
 def _remove(files: list[Path], folders: list[Path]) -> None:
+    """Remove temporary files, and the folders that were created for them, innermost first."""
     with contextlib.suppress(OSError):  # the first error is reported
         for file in files:
             file.unlink(missing_ok=True)
@@ -175,7 +183,11 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 def read_offload_index(folder: PathLike) -> Index:
-    """Return the index of a folder of offloaded weights. Empty if the folder has no index."""
+    """Return the index of a folder of offloaded weights. Empty if the folder has no index.
+
+    Raises:
+        CheckpointError: The index is damaged.
+    """
     path = Path(folder) / INDEX
     if not path.is_file():
         return {}
@@ -192,13 +204,15 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     Args:
         state_dict: Tensors in memory.
-        save_folder: A folder that `offload_state_dict` wrote.
+        save_folder: A folder that `offload_state_dict` wrote. Not needed if all entries of `index` refer to safetensors
+            files.
         index: Index to use instead of the folder's index.
         device: The device of returned tensors. Default: they are not moved.
 
     Raises:
         ConfigurationError: `state_dict`, `save_folder` and `index` are all missing.
-        CheckpointError: On access, a file is missing or too short. An unknown name raises a KeyError.
+        CheckpointError: The folder's index is damaged. On access, a file is missing or too short. An unknown name
+            raises a KeyError.
     """
 
     def __init__(
@@ -218,8 +232,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = {} if save_folder is None else read_offload_index(save_folder)
         self.index = index
         self.device = None if device is None else to_device(device)
-        self._mapped: dict[str, tuple[torch.Tensor, FileSpan | None]] = {}
-        self._files: dict[str, StoredWeights] = {}
+        self._mapped: dict[str, tuple[torch.Tensor, FileSpan | None]] = {}  # the results of `on_disk` so far, by name
+        self._files: dict[str, StoredWeights] = {}  # the safetensors files of these results, by path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
         state_dict = copy.deepcopy(self.state_dict, memo)
@@ -232,7 +246,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if name in self.state_dict:
             tensor = self.state_dict[name]
         else:
-            tensor = self.on_disk(name)[0]
+            tensor, _ = self.on_disk(name)
         return tensor if self.device is None else tensor.to(self.device)
 
     def __iter__(self) -> Iterator[str]:
@@ -247,13 +261,15 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if name in self.state_dict:
             locate = getattr(self.state_dict, "locate", None)
             return None if locate is None else locate(name)
-        return self.on_disk(name)[1]
+        _, span = self.on_disk(name)
+        return span
 
     def on_disk(self, name: str) -> tuple[torch.Tensor, FileSpan | None]:
         """Return a mapped tensor of the index, and its location in a file. Ignores the state dict.
 
         Raises:
             KeyError: The name is not in the index.
+            CheckpointError: A file is missing or too short, or lacks the tensor.
         """
         if name not in self._mapped:
             self._mapped[name] = self._map(name, self.index[name])
@@ -261,7 +277,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _map(self, name: str, entry: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
         file = entry.get("safetensors_file")
-        if file is None:
+        if file is None:  # a file of `offload_weight`
             if self.save_folder is None:
                 raise CheckpointError(
                     f"the index has no file for {name!r}. Pass the folder of its weights (save_folder)."

@@ -12,10 +12,11 @@ several shards of a tensor. A `Span` has `start` and `stop` instead of `offsets`
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -81,50 +82,42 @@ def _region_entries(region: Region) -> dict[str, Any]:
     return {"offsets": list(region.offsets), "lengths": list(region.lengths)}
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredShard:
-    """A shard on the disk.
+class Shard(Protocol):
+    """What `StoredShards` needs to know about a shard.
 
     Attributes:
-        tensor: name of the full tensor.
         region: the elements of the full tensor that the shard contains.
-        file: the safetensors file.
-        name: name of the shard in `file`.
         dtype: dtype of the full tensor, as a result of `dtype_name`.
         shape: shape of the full tensor.
+        origin: the shard's file, for messages.
     """
 
-    tensor: str
-    region: Region
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    @property
+    def region(self) -> Region: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def origin(self) -> str: ...
 
 
-class ShardFiles:
-    """The shards of a checkpoint's model or optimizers, by tensor name. Files are memory-mapped on first use.
+AnyShard = TypeVar("AnyShard", bound=Shard)
 
-    Args:
-        folder: the checkpoint folder.
-        part: name of the folder with the shards in `folder`.
-        files: the files of the part that the manifest lists, with paths relative to `folder`.
 
-    Raises:
-        CheckpointError: an index is damaged or does not match its safetensors file.
-    """
+class StoredShards(ABC, Generic[AnyShard]):
+    """Shards of tensors, by the name of the full tensor. Values are read when a tensor is used."""
 
-    def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
-        self._by_name: dict[str, list[_StoredShard]] = {}  # name of the full tensor → its shards, from all ranks
-        self._open: dict[Path, Any] = {}  # safetensors file → result of `safe_open`, which maps the file
-        listed = set(files)
-        for stem in numbered(listed, part, RANK_STEM):
-            index = inside(folder, f"{stem}.json", str(folder))
-            file = inside(folder, f"{stem}.safetensors", str(folder))
-            # A rank without shards, such as one with a replica only, writes no safetensors file.
-            header = read_header(file) if f"{stem}.safetensors" in listed else {}
-            for shard in _read_index(index, file, header):
-                self._by_name.setdefault(shard.tensor, []).append(shard)
+    def __init__(self) -> None:
+        self._by_name: dict[str, list[AnyShard]] = {}  # name of the full tensor → its shards, from all ranks
+
+    def add_shard(self, name: str, shard: AnyShard) -> None:
+        """Add a shard of the tensor `name`."""
+        self._by_name.setdefault(name, []).append(shard)
+
+    @abstractmethod
+    def _stored_values(self, shard: AnyShard) -> torch.Tensor:
+        """Return the values of a shard in the form of `to_storable`, with the lengths of its region."""
 
     def find(self, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
         """Check that the shards of a tensor cover it without overlaps, and return the tensor. Values are read on use.
@@ -141,7 +134,7 @@ class ShardFiles:
         for shard in shards:
             if shard.shape != shape or shard.dtype != dtype:
                 raise CheckpointError(
-                    f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}: {shard.file.name} has "
+                    f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}: {shard.origin} has "
                     f"a shard of a {shard.dtype} tensor of shape {shard.shape}. Copy the files of all ranks again, or "
                     "use another checkpoint."
                 )
@@ -162,10 +155,60 @@ class ShardFiles:
         # A dtype that is stored as a view of another dtype is assembled as this view.
         storable, original_dtype = to_storable(torch.empty(lengths_of(region), dtype=dtype_of(dtype)))
         for shard in self._by_name.get(name, []):
-            copy_common(storable, region, self._mapped(shard), shard.region, shape)
+            copy_common(storable, region, self._stored_values(shard), shard.region, shape)
         return from_storable(storable, original_dtype)
 
-    def _mapped(self, shard: _StoredShard) -> torch.Tensor:
+
+@dataclass(frozen=True, slots=True)
+class _StoredShard:
+    """A shard on the disk.
+
+    Attributes:
+        tensor: name of the full tensor.
+        region: the elements of the full tensor that the shard contains.
+        file: the safetensors file.
+        name: name of the shard in `file`.
+        dtype: dtype of the full tensor, as a result of `dtype_name`.
+        shape: shape of the full tensor.
+    """
+
+    tensor: str
+    region: Region
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def origin(self) -> str:
+        return self.file.name
+
+
+class ShardFiles(StoredShards[_StoredShard]):
+    """The shards of a checkpoint's model or optimizers, by tensor name. Files are memory-mapped on first use.
+
+    Args:
+        folder: the checkpoint folder.
+        part: name of the folder with the shards in `folder`.
+        files: the files of the part that the manifest lists, with paths relative to `folder`.
+
+    Raises:
+        CheckpointError: an index is damaged or does not match its safetensors file.
+    """
+
+    def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
+        super().__init__()
+        self._open: dict[Path, Any] = {}  # safetensors file → result of `safe_open`, which maps the file
+        listed = set(files)
+        for stem in numbered(listed, part, RANK_STEM):
+            index = inside(folder, f"{stem}.json", str(folder))
+            file = inside(folder, f"{stem}.safetensors", str(folder))
+            # A rank without shards, such as one with a replica only, writes no safetensors file.
+            header = read_header(file) if f"{stem}.safetensors" in listed else {}
+            for shard in _read_index(index, file, header):
+                self.add_shard(shard.tensor, shard)
+
+    def _stored_values(self, shard: _StoredShard) -> torch.Tensor:
         """Return the stored values of a shard as a tensor that is mapped from the file."""
         with reading(shard.file):
             if shard.file not in self._open:
@@ -218,30 +261,31 @@ def _integers(values: object) -> tuple[int, ...]:
 class SavedTensor(torch.Tensor):
     """A sharded tensor in a checkpoint. Each operation on the tensor reads the values from the files.
 
-    The tensor has the full shape and the CPU as device. Operations return plain tensors. `ShardFiles` creates it.
+    The tensor has the full shape and the CPU as device. Operations return plain tensors. It is created by
+    `StoredShards.find`.
     """
 
-    _files: ShardFiles
+    _shards: StoredShards[Any]
     _name: str
     _dtype_name: str
 
     # torch creates wrapper subclasses, tensors without memory, only in `__new__`.
     @staticmethod
-    def __new__(cls, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
+    def __new__(cls, shards: StoredShards[Any], name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
         tensor: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype_of(dtype), device=torch.device("cpu")
         )
-        tensor._files = files
+        tensor._shards = shards
         tensor._name = name
         tensor._dtype_name = dtype
         return tensor
 
-    def __init__(self, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, shards: StoredShards[Any], name: str, shape: tuple[int, ...], dtype: str) -> None:
         super().__init__()
 
     def read(self, region: Region) -> torch.Tensor:
         """Read a region into a new plain tensor on the CPU (see `lengths_of` for its shape)."""
-        return self._files.read(self._name, tuple(self.shape), self._dtype_name, region)
+        return self._shards.read(self._name, tuple(self.shape), self._dtype_name, region)
 
     def load(self) -> torch.Tensor:
         """Read the full tensor into a new plain tensor on the CPU."""

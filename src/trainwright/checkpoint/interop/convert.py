@@ -59,11 +59,18 @@ _LIGHTNING_KEYS = frozenset(
         "datamodule_hyper_parameters",
     }
 )
-# The files of Accelerate's folder that are read besides the weights. Samplers and loaders are pickled objects.
+# The files that only Accelerate's `save_state` writes.
+_ACCELERATE_ONLY = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|random_states_\d+\.pkl")
+# The files of Accelerate's folder that are read besides the weights. The states of samplers and loaders are not read,
+# because these files contain pickled objects.
 _ACCELERATE = re.compile(
     r"(optimizer|scheduler)(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
 )
-_NESTED_KEYS = ("state_dict", "model_state_dict", "model")  # common keys of the weights in files of user-written loops
+_NESTED_KEYS = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+)  # keys of the weights in files of user-written loops, most common first
 
 
 @dataclass(frozen=True)
@@ -71,14 +78,17 @@ class ConvertOptions:
     """Options for reading a foreign checkpoint.
 
     Attributes:
-        trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names.
-        drop_unknown: skip values that are neither tensors nor plain data, with a note. Default: False, which raises an
-            error for such values.
-        param_names: for each optimizer, the parameter names in the optimizer's order. Needed if the file does not store
-            the names.
-        optimizer_classes: for each optimizer, the name of the class. Needed if the file does not store the class.
-        step: number of completed optimizer steps. Default: None, the number in the file.
-        epoch: number of finished epochs. Default: None, the number in the file.
+        trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names. It has no
+            effect on folders of torch.distributed.checkpoint and DeepSpeed. Default: False.
+        drop_unknown: skip values that are neither tensors nor plain data, with a note. It has no effect on folders of
+            torch.distributed.checkpoint and DeepSpeed. Default: False, which raises an error for such values.
+        param_names: for each optimizer, the parameter names in the optimizer's order. Default: no names. They are
+            needed only if they cannot be inferred from the file.
+        optimizer_classes: for each optimizer, the name of its class. Default: no names. They are needed only if the
+            classes cannot be inferred from the hyper-parameters in the file.
+        step: number of completed optimizer steps. Default: None, the number in the file or, if the file has none, in
+            the optimizers' states.
+        epoch: number of finished epochs. Default: None, the number in the file, or 0.
     """
 
     trust_pickle: bool = False
@@ -96,9 +106,10 @@ class Converted:
     Attributes:
         path: the new checkpoint.
         source: kind of the checkpoint that was read.
-        kind: `"full"` checkpoints can be resumed. `"weights"` checkpoints can only be loaded.
-        step, epoch: completed optimizer steps and finished epochs.
-        num_tensors: number of tensors of the model.
+        kind: kind of the new checkpoint. `"full"` checkpoints can be resumed. From `"weights"` checkpoints, only the
+            weights can be loaded.
+        step, epoch: completed optimizer steps and finished epochs of the new checkpoint.
+        num_tensors: number of tensors in the model's state dict. A tied tensor counts once for each of its names.
         notes: sentences about what was skipped or assumed, and why.
     """
 
@@ -114,10 +125,11 @@ class Converted:
 def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertOptions | None = None) -> Converted:
     """Write the checkpoint `target` from the checkpoint of another program.
 
-    Optimizer states are converted if the file or `options` contain the parameter names and the class of every
-    optimizer. Otherwise the result has weights only, and `Converted.notes` has the reason. Tensors are mapped from the
-    source and written one at a time, but shards of several ranks are assembled in memory. Call this function on one
-    process. Blocks on the disk. First deletes temporary folders of killed writes in the parent folder of `target`.
+    Optimizer states are converted if the parameter names and the class of every optimizer are in `options` or can be
+    inferred from the file. Otherwise the result has weights only, and `Converted.notes` has the reason. Tensors are
+    mapped from the source and written one at a time, except that shards of several ranks, and files that are read with
+    `trust_pickle`, are loaded into memory. Call this function on one process. Blocks on the disk. Temporary folders of
+    killed writes in the parent folder of `target` are deleted before the write.
 
     Args:
         source: a file or folder. Files: Lightning's `.ckpt`, and `.pt`, `.pth`, `.bin` or `.safetensors` with a state
@@ -129,7 +141,8 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
     Raises:
         FileNotFoundError: `source` does not exist.
         CheckpointError: `source` has another format, is damaged, or contains objects that need `trust_pickle` or
-            `drop_unknown` (the message lists the objects), or `target` exists or cannot be written.
+            `drop_unknown` (the message lists the objects), the names or classes in `options` do not fit the optimizers,
+            or `target` exists or cannot be written.
     """
     source = Path(source)
     target = Path(target)
@@ -141,9 +154,9 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
     notes: list[str] = []
     with reading(source):
         if source.is_dir():
-            kind, snapshot = _from_folder(source, options, notes)
+            source_kind, snapshot = _from_folder(source, options, notes)
         else:
-            kind, snapshot = _from_file(source, options, notes)
+            source_kind, snapshot = _from_file(source, options, notes)
         state = TrainState()
         state.load_dict(snapshot.state)
         if options.step is not None:
@@ -152,7 +165,7 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
             state.epoch = options.epoch
         snapshot.state = state.to_dict()
         snapshot.trainer = {key: _savable(value, key, notes) for key, value in snapshot.trainer.items()}
-        snapshot.trainer["converted_from"] = kind
+        snapshot.trainer["converted_from"] = source_kind
     try:
         if target.parent.is_dir():
             clean_stale(target.parent)
@@ -163,7 +176,7 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
         raise CheckpointError(f"{target} cannot be written: {shortened(error)}.") from error
     return Converted(
         path=target,
-        source=kind,
+        source=source_kind,
         kind=snapshot.kind,
         step=state.step,
         epoch=state.epoch,
@@ -174,11 +187,11 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
 
 def _from_file(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
     if path.suffix == ".safetensors":
-        return "state dict", _weights(read_safetensors(path, copy=False), notes)
+        return "state dict", _weights_only(read_safetensors(path, copy=False), notes)
     tree = _read_pickled(path, options, notes)
     if isinstance(tree, Mapping) and _is_lightning(tree):
         return "lightning", _from_lightning(tree, options, notes)
-    return "state dict", _weights(_find_state_dict(tree, path, notes), notes)
+    return "state dict", _weights_only(_find_state_dict(tree, path, notes), notes)
 
 
 def _is_lightning(tree: Mapping[str, Any]) -> bool:
@@ -191,13 +204,14 @@ def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple
     names = {entry.name for entry in path.iterdir()}
     if MANIFEST in names:
         raise CheckpointError(f"{path} is a Trainwright checkpoint already. It needs no conversion.")
-    if any(re.fullmatch(r"(optimizer|scheduler)(_\d+)?\.bin|random_states_\d+\.pkl", name) for name in names):
+    # Accelerate comes first, because its folder may contain the sharded weights of FSDP or DeepSpeed, or safetensors.
+    if any(_ACCELERATE_ONLY.fullmatch(name) for name in names):
         return "accelerate", _from_accelerate(path, names, options, notes)
     sharded = read_sharded(path)
     if sharded is not None:
         return sharded.source, _from_sharded(sharded.load(), options, notes)
     if names & {MODEL_INDEX, SINGLE_FILE}:
-        return "state dict", _weights(read_model(path, copy=False), notes)
+        return "state dict", _weights_only(read_model(path, copy=False), notes)
     raise CheckpointError(
         f"{path} cannot be converted. Pass a folder of Accelerate's save_state, of torch.distributed.checkpoint (with "
         f"{METADATA}) or of DeepSpeed (with {LATEST}), or a folder with {SINGLE_FILE} or {MODEL_INDEX}. "
@@ -219,11 +233,13 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
         "hyper_parameters": tree.get("hyper_parameters") or {},
         "task": {key: value for key, value in tree.items() if key not in _LIGHTNING_KEYS},
     }
+    # Lightning stores the name of the constructor's argument that received all hyper-parameters as one object. The name
+    # is "kwargs" if each hyper-parameter was an argument of its own.
     if tree.get("hparams_name") not in (None, "kwargs"):
         trainer["hyper_parameters_name"] = str(tree["hparams_name"])
     return _with_optimizers(
         Snapshot(state=state.to_dict(), model=weights, trainer=trainer),
-        packed=list(tree.get("optimizer_states") or []),
+        optimizer_states=list(tree.get("optimizer_states") or []),
         schedulers=list(tree.get("lr_schedulers") or []),
         # The second name is that of older versions of Lightning.
         scaler=tree.get("MixedPrecision") or tree.get("native_amp_scaling_state"),
@@ -234,14 +250,21 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
 
 
 def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState:
-    """Return the progress at the start of the file's epoch, because Lightning's data order cannot be resumed."""
+    """Return the counts of steps and batches, and the number of the epoch that a resume starts.
+
+    A file that was saved within an epoch restarts the epoch, because Lightning's data order cannot be resumed. An empty
+    `tree` results in zeros.
+    """
     state = TrainState(step=int(tree.get("global_step", 0)), epoch=int(tree.get("epoch", 0)))
     fit = (tree.get("loops") or {}).get("fit_loop", {})
+    # For example, {"total": {"completed": 250, ...}, "current": {"completed": 50, ...}, "is_last_batch": False}.
+    # "total" counts since the first epoch, and "current" since the start of the epoch.
     batches = fit.get("epoch_loop.batch_progress", {})
     state.batches = int(batches.get("total", {}).get("completed", 0))
     epochs = (fit.get("epoch_progress") or {}).get("current", {})
-    # At the end of an epoch Lightning saves before it counts the epoch as completed. It has counted it as processed by
-    # then, or, during the validation after the last batch, only as ready.
+    # Lightning counts an epoch as ready before its first batch, as processed after its last batch and validation, and
+    # as completed after the hooks for its end, in which it saves. An epoch is therefore finished if it is processed.
+    # Files of the validation after the last batch count it only as ready.
     state.epoch = max(state.epoch, int(epochs.get("processed", 0)))
     batches_in_epoch = int(batches.get("current", {}).get("completed", 0))
     if batches.get("is_last_batch", False):
@@ -267,7 +290,7 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
         )
     sharded = read_sharded(path)
     weights: Mapping[str, Any]
-    ordered = True
+    ordered = True  # safetensors files do not preserve the order of the model's modules; see `named_from_positions`
     if sharded is not None:
         weights = sharded.load().weights
         notes.extend(sharded.notes)
@@ -282,13 +305,13 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
         raise CheckpointError(
             f"{path} has no {SINGLE_FILE}, {MODEL_INDEX} or pytorch_model.bin; its weights are missing."
         )
-    contents: dict[str, Any] = {}
+    contents: dict[str, Any] = {}  # by file name
     # `scheduler_2.bin` is before `scheduler_10.bin`: the order in which the objects were prepared.
-    for name in sorted(sorted(names), key=_number):
+    for name in sorted(names, key=lambda name: (_number(name), name)):
         if _ACCELERATE.fullmatch(name):
             contents[name] = _read_pickled(path / name, options, notes)
-    packed = _numbered(contents, "optimizer") if sharded is None else sharded.optimizers
-    state = TrainState(step=_most_steps(packed))
+    optimizer_states = _numbered(contents, "optimizer") if sharded is None else sharded.optimizers
+    state = TrainState(step=_most_steps(optimizer_states))
     if sharded is not None and sharded.step is not None:
         state.step = sharded.step
     origin = "the optimizer's step count" if state.step else "unknown"
@@ -296,7 +319,7 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
         notes.append(f"Accelerate does not save the step; it is {state.step} ({origin}). Change it with --step.")
     notes.append("Accelerate does not save the epoch; a resume starts a new one. Set the finished epochs with --epoch.")
     schedulers = _numbered(contents, "scheduler")
-    rng = []
+    rng = []  # one dict for each process, which is empty if one of its states is missing
     custom = {}
     for name, content in contents.items():
         if name.startswith("random_states_"):
@@ -310,12 +333,13 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
         )
     return _with_optimizers(
         Snapshot(state=state.to_dict(), model=_state_dict(weights), trainer={"hyper_parameters": {}, "task": custom}),
-        packed=packed,
+        optimizer_states=optimizer_states,
         schedulers=schedulers,
         scaler=contents.get("scaler.pt"),
         ordered=ordered,
         options=options,
         notes=notes,
+        # A checkpoint has the states of all processes or of none.
         rng=rng if all(rng) else [],
     )
 
@@ -331,12 +355,13 @@ def _numbered(contents: Mapping[str, Any], stem: str) -> list[Any]:
     return [content for name, content in contents.items() if re.fullmatch(rf"{stem}(_\d+)?\.bin", name)]
 
 
-def _most_steps(packed: list[Any]) -> int:
-    return max(map(steps_of, packed), default=0)
+def _most_steps(optimizer_states: list[Any]) -> int:
+    return max(map(steps_of, optimizer_states), default=0)
 
 
 def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -> Snapshot:
     notes.extend(sharded.notes)
+    # `progress` is empty, and all counts are 0, unless Lightning wrote the folder.
     state = _lightning_progress(sharded.progress, notes)
     if not state.step:
         state.step = _most_steps(sharded.optimizers)
@@ -351,7 +376,7 @@ def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -
     trainer = {"hyper_parameters": sharded.progress.get("hyper_parameters") or {}, "task": {}}
     return _with_optimizers(
         Snapshot(state.to_dict(), _state_dict(sharded.weights), trainer=trainer),
-        packed=sharded.optimizers,
+        optimizer_states=sharded.optimizers,
         schedulers=sharded.schedulers,
         scaler=None,
         ordered=True,
@@ -363,7 +388,7 @@ def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -
 def _with_optimizers(
     snapshot: Snapshot,
     *,
-    packed: list[Any],
+    optimizer_states: list[Any],
     schedulers: list[Any],
     scaler: object,
     ordered: bool,
@@ -371,19 +396,33 @@ def _with_optimizers(
     notes: list[str],
     rng: Sequence[Any] = (),
 ) -> Snapshot:
-    """Add the optimizers and set the kind to `"full"` if all parameter names are known, else to `"weights"`."""
+    """Add what a resume needs to `snapshot`, and return it.
+
+    Its kind becomes `"full"`. If the source has no optimizers, or the parameter names or the class of an optimizer are
+    unknown, its kind becomes `"weights"` and nothing is added.
+
+    Args:
+        snapshot: the progress, the model, and a dict `trainer`, to which entries are added.
+        optimizer_states: a torch state dict for each optimizer, with positions or names.
+        schedulers: the states of learning-rate schedules.
+        scaler: the state of the gradient scaler, or None.
+        ordered: see `named_from_positions`.
+        options: the user's options.
+        notes: list to which sentences are added.
+        rng: RNG states of each process. Default: none.
+    """
     snapshot.kind = "weights"
-    if not packed:
+    if not optimizer_states:
         notes.append("The source has no optimizer, so that the result holds weights only.")
         return snapshot
     for option in ("param_names", "optimizer_classes"):
         num_entries = len(getattr(options, option))
-        if num_entries not in (0, len(packed)):
+        if num_entries not in (0, len(optimizer_states)):
             raise CheckpointError(
-                f"{option} has {num_entries} entries, expected one for each of {len(packed)} optimizers."
+                f"{option} has {num_entries} entries, expected one for each of {len(optimizer_states)} optimizers."
             )
     optimizers = []
-    for number, state in enumerate(packed):
+    for number, state in enumerate(optimizer_states):
         try:
             tree = named_from_positions(
                 state,
@@ -417,7 +456,7 @@ def _with_optimizers(
     return snapshot
 
 
-def _weights(weights: object, notes: list[str]) -> Snapshot:
+def _weights_only(weights: object, notes: list[str]) -> Snapshot:
     notes.append("The source has weights only.")
     return Snapshot(model=_state_dict(weights), trainer={"hyper_parameters": {}}, kind="weights")
 
@@ -426,13 +465,14 @@ def _state_dict(values: object) -> dict[str, Any]:
     """Return a state dict without the name prefixes of DDP and `torch.compile`."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"the weights are a {type(values).__name__}, expected a dict of tensors by name.")
-    # A model may have a child `module`. DDP adds the prefix to all names.
+    # DDP adds the prefix to all names. If only some names have it, the model has a child `module`.
     if all(name.startswith("module.") for name in values):
         values = {name.removeprefix("module."): value for name, value in values.items()}
     return {plain_name(name): value for name, value in values.items()}
 
 
 def _find_state_dict(tree: object, path: Path, notes: list[str]) -> Mapping[str, Any]:
+    """Return the state dict in the content of the file `path`: the content itself, or the value of a usual key."""
     if isinstance(tree, torch.nn.Module):  # with `trust_pickle`
         return tree.state_dict()
     if not isinstance(tree, Mapping):
@@ -457,6 +497,7 @@ def _has_tensors(values: Mapping[str, Any]) -> bool:
 
 
 def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
+    """Return the content of a file of `torch.save`, without unknown objects if `options` permit to skip them."""
     if options.trust_pickle:
         try:
             # The caller trusts the file: this may run code from it.
@@ -481,7 +522,11 @@ def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
 
 
 def _without_unknown(tree: object, path: str, dropped: list[str]) -> Any:
-    """Return `tree` without dict entries whose value is a placeholder or a sequence with one."""
+    """Return `tree` without the dict entries that contain placeholders, and add their paths to `dropped`.
+
+    An entry is dropped if its key or value is a placeholder, or if its value is a list, tuple or set with a
+    placeholder. Dicts and lists of dicts keep their other entries.
+    """
     if isinstance(tree, dict):
         known = {}
         for key, value in tree.items():
@@ -503,25 +548,32 @@ def _without_unknown(tree: object, path: str, dropped: list[str]) -> Any:
 
 
 def _is_unknown(value: object) -> bool:
+    """Return whether a value is a placeholder or a container with one. Entries of dicts are not considered."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_is_unknown(item) for item in value)
     return isinstance(value, Placeholder)
 
 
 def _savable(value: object, path: str, notes: list[str]) -> Any:
-    """Return `value` without dict entries that a checkpoint cannot contain. Add a note for each such entry."""
+    """Return `value` without dict entries that a checkpoint cannot contain. Add a note for each such entry.
+
+    A `CheckpointError` is raised if `value` itself, or an item of a list, cannot be stored. The caller, which is this
+    function for nested values, then drops the closest dict entry around it. A tuple with dropped entries becomes a
+    list.
+    """
     try:
         encode(value)
         return value
     except CheckpointError:
         if not isinstance(value, (Mapping, list, tuple)):
             raise
+    # A part of `value` cannot be stored.
     if not isinstance(value, Mapping):
         return [_savable(item, f"{path}[{number}]", notes) for number, item in enumerate(value)]
     savable = {}
     for key, item in value.items():
         try:
-            encode({key: None})  # checks the key
+            encode({key: None})  # raises for a key that cannot be stored
             savable[key] = _savable(item, f"{path}.{key}", notes)
         except CheckpointError as error:
             notes.append(f"Skipped: {path}.{key}: {error}")

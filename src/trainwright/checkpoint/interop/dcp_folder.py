@@ -1,7 +1,14 @@
 """Sharded tensors of other programs, and folders of torch.distributed.checkpoint.
 
 A folder of torch.distributed.checkpoint has files of consecutive `torch.save` archives, one for each block of a tensor,
-and a pickle `.metadata` with the location of each block. Pickles are parsed, never executed (see `torch_file`).
+and a pickle `.metadata` with the location of each block. The state dict is flattened in it:
+
+    state dict   {"model": {"a": tensor of 4 rows}, "optimizer": {"param_groups": [{"lr": 0.1}]}}
+    names        model.a                    optimizer.param_groups.0.lr
+    paths        ("model", "a")             ("optimizer", "param_groups", 0, "lr")
+    locations    model.a at (0,): bytes 0 to 500 of __0_0.distcp, model.a at (2,): bytes 0 to 500 of __1_0.distcp, ...
+
+Pickles are parsed, never executed (see `torch_file`).
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import torch
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
 from trainwright.checkpoint.format.regions import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
-from trainwright.checkpoint.format.shard_files import SavedTensor, ShardFiles, loaded
+from trainwright.checkpoint.format.shard_files import SavedTensor, StoredShards, loaded
 from trainwright.checkpoint.interop.pickle_parser import Placeholder, checked_size, checked_sizes, parse_pickle
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
@@ -28,12 +35,21 @@ _TORCH = "torch.distributed.checkpoint"
 
 
 class _Shard(NamedTuple):
-    """One shard, with the fields by which `ShardFiles` finds shards, and the function that reads it."""
+    """One shard.
+
+    Attributes:
+        region: its location in the full tensor.
+        read: function that returns its values, in any shape.
+        dtype: result of `dtype_name`.
+        shape: shape of the full tensor.
+        origin: the file, for messages.
+    """
 
     region: Region
     read: Callable[[], torch.Tensor]
     dtype: str
     shape: tuple[int, ...]
+    origin: str = "another file"
 
 
 class _Place(NamedTuple):
@@ -44,27 +60,26 @@ class _Place(NamedTuple):
     length: int
 
 
-class ForeignShards(ShardFiles):
+class ForeignShards(StoredShards[_Shard]):
     """Shards of tensors of another program. Values are read when a tensor is used."""
-
-    def __init__(self) -> None:
-        self._by_name = {}
 
     def add(
         self, name: str, region: Region, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
     ) -> None:
         """Add the shard `region` of the tensor `name`, whose full shape is `shape`. `read` returns its values."""
-        shard: Any = _Shard(region, read, dtype_name(dtype), shape)
-        self._by_name.setdefault(name, []).append(shard)
+        self.add_shard(name, _Shard(region, read, dtype_name(dtype), shape))
 
     def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
-        """Return a full tensor, whose values are read on use. Its shards must cover it without overlaps."""
+        """Return a full tensor, whose values are read on use.
+
+        Raises a `CheckpointError` about `origin` if the added shards do not cover it, or overlap.
+        """
         try:
             return self.find(name, shape, dtype_name(dtype))
         except CheckpointError as error:
             raise CheckpointError(f"{origin} is incomplete: {error}") from error
 
-    def _mapped(self, shard: Any) -> torch.Tensor:
+    def _stored_values(self, shard: _Shard) -> torch.Tensor:
         return to_storable(shard.read().reshape(lengths_of(shard.region)))[0]
 
 
@@ -74,7 +89,7 @@ class Sharded:
 
     Attributes:
         source: the library that wrote the checkpoint.
-        weights: tensors by name.
+        weights: the state dict of the model. Its tensors are `SavedTensor`s or tensors. Tied names have one object.
         optimizers: state dicts of torch optimizers, with parameter names or positions.
         step: number of completed optimizer steps, or None if unknown.
         schedulers: states of learning-rate schedules.
@@ -91,17 +106,19 @@ class Sharded:
     notes: list[str] = field(default_factory=list)
 
     def load(self) -> Sharded:
-        """Read all tensors into memory, and return this object. Tied tensors remain tied."""
-        full: dict[int, torch.Tensor] = {}
+        """Join the shards of all sharded tensors in memory, and return this object. Tied tensors remain tied."""
+        full: dict[int, torch.Tensor] = {}  # id of a tensor → its values
 
         # Tied names have one object. `==` of tensors compares elements, so that ids are the keys.
-        def once(tensor: torch.Tensor) -> torch.Tensor:
+        def load_once(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in full:
                 full[id(tensor)] = loaded(tensor)
             return full[id(tensor)]
 
-        # One assignment after both are loaded: the sources must stay alive as long as their ids are keys.
-        self.weights, self.optimizers = map_tensors(once, (self.weights, self.optimizers))
+        # The attributes are set after both are loaded: the sources must stay alive as long as their ids are keys.
+        weights, optimizers = map_tensors(load_once, (self.weights, self.optimizers))
+        self.weights = weights
+        self.optimizers = optimizers
         return self
 
 
@@ -121,7 +138,7 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES)
         tree = parse_pickle(data, limit=MAX_PICKLE_BYTES, origin=str(path))[0]
         metadata = _Metadata(folder, tree)
-        values: dict[tuple[str | int, ...], Any] = {}
+        values: dict[tuple[str | int, ...], Any] = {}  # by path in the state dict
         for name, entry in metadata.entries.items():
             value_path = tuple(metadata.paths.get(name, (name,)))
             values[value_path] = metadata.value(name, entry)
@@ -133,7 +150,8 @@ class _Metadata:
 
     Attributes:
         entries: the metadata of each value, by its flattened name, such as `model.layers.0.weight`.
-        paths: the keys and indices of each value in the nested state dict, by flattened name.
+        paths: the keys and indices of each value in the nested state dict, by flattened name. A name without a path is
+            a key of the state dict itself.
     """
 
     def __init__(self, folder: Path, tree: Any) -> None:
@@ -143,7 +161,7 @@ class _Metadata:
         self.entries: dict[str, Any] = state["state_dict_metadata"]
         self.paths: Mapping[str, Any] = state.get("planner_data") or {}
         self._shards = ForeignShards()
-        self._sizes: dict[Path, int] = {}
+        self._sizes: dict[Path, int] = {}  # of files, in bytes
         # Flattened name and offsets of the block → place. Values that are not tensors have no offsets.
         self._places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         for index, info in state["storage_data"].items():
@@ -154,12 +172,13 @@ class _Metadata:
             self._places[key["fqn"], offsets] = self._place(info)
 
     def value(self, name: str, entry: object) -> Any:
-        """Return one value of the state dict. Tensors are read on use."""
+        """Return the value of an item of `entries`. Tensors are read on use. Call this method once for each name."""
+        # torch pickles values that are not tensors, and stores no offsets for them.
         if isinstance(entry, Placeholder) and entry.name == f"{_TORCH}.metadata.BytesStorageMetadata":
             return self._read(self._places[name, None])
         state = self._state(entry, "metadata.TensorStorageMetadata")
         properties = self._state(state["properties"], "metadata.TensorProperties")
-        # `TensorProperties.__getstate__` returns a tuple that begins with the dtype.
+        # `TensorProperties.__getstate__` returns a tuple that begins with the dtype. Without it, the fields are a dict.
         named_dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         dtype = STORABLE_DTYPES.get(named_dtype.name) if isinstance(named_dtype, Placeholder) else None
         if dtype is None:
@@ -175,12 +194,14 @@ class _Metadata:
         return self._shards.full(name, shape, dtype, self._folder)
 
     def _tensor(self, place: _Place, dtype: torch.dtype) -> torch.Tensor:
+        """Return the block of a tensor at a place."""
         tensor = self._read(place)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
             raise CheckpointError(f"{place.file} holds no {dtype} tensor at byte {place.offset}. It is damaged.")
         return tensor
 
     def _read(self, place: _Place) -> Any:
+        """Return the content of the archive at a place: a block of a tensor, or another value."""
         tree, unknown = read_torch_file(place.file, span=(place.offset, place.length))
         if unknown:
             raise CheckpointError(
@@ -209,7 +230,7 @@ class _Metadata:
         return _Place(path, offset, length)
 
     def _state(self, node: object, name: str) -> Any:
-        """Return the pickled fields of an object, whose class must be torch's `name`."""
+        """Return the pickled fields of an object, whose class must be `name` in torch.distributed.checkpoint."""
         expected = f"{_TORCH}.{name}"
         got = node.name if isinstance(node, Placeholder) else type(node).__name__
         if not isinstance(node, Placeholder) or got != expected:
@@ -221,6 +242,7 @@ class _Metadata:
 
     @staticmethod
     def _size(node: object) -> tuple[int, ...]:
+        """Return the numbers of a `torch.Size`, which is a shape or offsets."""
         if not isinstance(node, Placeholder) or node.name != "torch.Size" or not node.args:
             raise ValueError("expected a torch.Size")
         return tuple(checked_sizes(node.args[0]))
@@ -231,19 +253,21 @@ def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
     For example, `{("a", 0): x, ("a", 1): y, ("b",): z}` becomes `{"a": [x, y], "b": z}`.
     """
+    # Lists are dicts with their indices as keys at first, because values may come in any order.
     root: dict[Any, Any] = {}
     for path, value in values.items():
         target = root
         for key in path[:-1]:
             target = target.setdefault(key, {})
         target[path[-1]] = value
+    return {str(key): _with_lists(value) for key, value in root.items()}
 
-    def listed(tree: object) -> Any:
-        if type(tree) is not dict:
-            return tree
-        values = {key: listed(value) for key, value in tree.items()}
-        if values and all(type(key) is int for key in values):
-            return [values[key] for key in sorted(values)]
-        return values
 
-    return {str(key): listed(value) for key, value in root.items()}
+def _with_lists(tree: object) -> Any:
+    """Replace each dict whose keys are all integers by the list of its values in the order of the keys."""
+    if type(tree) is not dict:
+        return tree
+    values = {key: _with_lists(value) for key, value in tree.items()}
+    if values and all(type(key) is int for key in values):
+        return [values[key] for key in sorted(values)]
+    return values

@@ -1,8 +1,13 @@
 """Checkpoints of DeepSpeed's `save_checkpoint`: full float32 weights and optimizer states from the partitions of ZeRO.
 
 Stages 1 and 2 flatten each parameter group into one vector and split it into one partition per rank. Stage 3 splits
-each parameter, and each rank stores its shards in flat vectors, one per sub-group of parameters. Files are parsed,
-never executed (see `torch_file`).
+each parameter, and each rank stores its shards in flat vectors, one per sub-group of parameters. For parameters a (6
+elements) and b (2 elements) of one group on 2 ranks:
+
+    stages 1 and 2    rank 0: a0 a1 a2 a3    rank 1: a4 a5 b0 b1
+    stage 3           rank 0: a0 a1 a2 b0    rank 1: a3 a4 a5 b1
+
+Files are parsed, never executed (see `torch_file`).
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 
 LATEST = "latest"
+# In both names, group 1 is the data-parallel rank. `mp_rank` is the tensor-parallel rank.
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 # Classes of DeepSpeed whose objects are in its files, and which the conversion does not need.
@@ -38,7 +44,10 @@ _WEIGHT = "fp32"
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder with the ranks' files: `folder`, or the folder that the file `latest` in it names, or None."""
+    """Return the folder with the ranks' files: `folder`, or the folder that the file `latest` in it names.
+
+    Returns None if `folder` has neither such files nor `latest`.
+    """
     for path in folder.iterdir():
         if _MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name):
             return folder
@@ -54,7 +63,11 @@ def find_deepspeed(folder: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> Sharded:
-    """Read the folder of one tag, such as `global_step100`. Refuses tensor, pipeline and expert parallelism."""
+    """Read the folder of one tag, such as `global_step100`.
+
+    Raises a `CheckpointError` if a file is missing or damaged, or if the checkpoint was saved with tensor, pipeline or
+    expert parallelism.
+    """
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:
         raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt. Copy the files of every rank.")
@@ -69,7 +82,7 @@ def read_deepspeed(folder: Path) -> Sharded:
         scheduler = models[0].get("lr_scheduler")
         if scheduler:
             state.schedulers.append(scheduler)
-        # DeepSpeed saves the shapes only with ZeRO.
+        # DeepSpeed saves the shapes of the parameters only with ZeRO.
         if models[0].get("param_shapes") is None:
             _add_without_zero(state, models[0])
         else:
@@ -78,6 +91,7 @@ def read_deepspeed(folder: Path) -> Sharded:
 
 
 def _unsupported_parallelism(folder: Path, model: Mapping[str, Any]) -> str | None:
+    """Return the kind of parallelism that cannot be converted, or None. `model` is the model file of rank 0."""
     if any(folder.glob("layer_*_expert_*")) or any(folder.glob("expp_*")):
         return "experts"
     if any(folder.glob("layer_*-model_states.pt")):
@@ -88,7 +102,7 @@ def _unsupported_parallelism(folder: Path, model: Mapping[str, Any]) -> str | No
 
 
 def _add_without_zero(state: Sharded, model: Mapping[str, Any]) -> None:
-    """Add the weights and, if it is one of torch's optimizers, the optimizer."""
+    """Add the weights and, if it is one of torch's optimizers, the optimizer. `model` is the model file of rank 0."""
     state.weights = dict(model["module"])
     optimizer = model.get("optimizer")
     if isinstance(optimizer, Mapping) and "param_groups" in optimizer:
@@ -101,7 +115,10 @@ def _add_without_zero(state: Sharded, model: Mapping[str, Any]) -> None:
 
 
 def _add_zero(state: Sharded, folder: Path, models: list[dict[str, Any]]) -> None:
-    """Add the weights and the optimizer that are partitioned over the ranks. `models` are the files of the ranks."""
+    """Add the weights and the optimizer that are partitioned over the ranks.
+
+    `models` are the model files by rank. Only stage 3 has one for each rank, other stages have one for all ranks.
+    """
     first = models[0]
     partitions = [rank["optimizer_state_dict"] for rank in _read_ranks(folder, _OPTIMIZER_FILE)]
     num_ranks = int(first["dp_world_size"])
@@ -111,24 +128,28 @@ def _add_zero(state: Sharded, folder: Path, models: list[dict[str, Any]]) -> Non
             "Copy the files of every rank."
         )
     zero = _Zero(folder, [dict(group) for group in first["param_shapes"]], partitions)
+    # Kind → parameter name → full tensor.
     tensors = {kind: zero.tensors(vectors) for kind, vectors in zero.vectors.items()}
     # The float32 weights of the optimizer are more precise than the 16-bit weights in `module`.
     weights = tensors.pop(_WEIGHT)
     for name in first["buffer_names"]:
         weights[name] = first["module"][name]
-    shared_params = dict(first.get("shared_params") or {})
+    shared_params = dict(first.get("shared_params") or {})  # name of a tied parameter → name of the stored one
     if zero.is_stage_3:
         weights |= zero.frozen(models)
     else:
-        # Frozen parameters are not partitioned. DeepSpeed lists them from stage 2 on, so `module` is read.
+        # Stages 1 and 2 do not partition frozen parameters, which are in `module` in full. `frozen_param_shapes` names
+        # them for stage 2 only, so all other weights in `module` are taken as frozen.
         for name, value in first["module"].items():
             if name not in weights and name not in shared_params and isinstance(value, torch.Tensor):
                 weights[name] = value
     for name, shared_with in shared_params.items():
         weights[name] = weights[shared_with]
-    # `module` has the order of the model's modules, which names the parameters of an optimizer without names.
+    # `module` has the order of the model's modules, and the weights receive the same order. With stage 3, names of
+    # partitioned parameters may be missing in `module`; they follow.
     in_module = [name for name in first["module"] if name in weights]
-    state.weights = {name: weights[name] for name in dict.fromkeys([*in_module, *weights])}
+    ordered_names = dict.fromkeys([*in_module, *weights])  # a dict, because names occur twice
+    state.weights = {name: weights[name] for name in ordered_names}
     if len(zero.groups) == len(zero.shapes):
         state.optimizers = [_torch_state(zero, tensors, first)]
     else:
@@ -139,14 +160,18 @@ def _add_zero(state: Sharded, folder: Path, models: list[dict[str, Any]]) -> Non
 
 
 def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Read the files whose names match `pattern`, in the order of their ranks."""
-    files = []
+    """Read the files whose names match `pattern`, in the order of their ranks. Returns [] if there are no such files.
+
+    Raises a `CheckpointError` if the file of a rank is missing, or a file contains unsupported objects.
+    """
+    files = []  # (rank, path)
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
         if match:
             # `mp_rank_00_model_states.pt` has no data-parallel rank: one file for all ranks.
             files.append((int(match[1] or 0), path))
     files.sort()
+    # With tensor parallelism, several files have the same data-parallel rank.
     for expected, (rank, _) in enumerate(files):
         if rank != expected:
             raise CheckpointError(
@@ -156,6 +181,7 @@ def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
     states = []
     for _, path in files:
         tree, classes = read_torch_file(path)
+        # Objects of the skipped classes remain placeholders in the tree, at keys that are not read.
         unknown = [name for name in classes if name not in _SKIPPED]
         if unknown or not isinstance(tree, dict):
             raise CheckpointError(
@@ -170,16 +196,18 @@ class _Zero:
     """The partitions of all ranks by kind: `"fp32"` (weights), or an optimizer state such as `"exp_avg"`.
 
     Attributes:
-        is_stage_3: False for stages 1 and 2, whose files are the same.
+        is_stage_3: False for stages 1 and 2, whose files have the same format.
         shapes: for each parameter group, the shapes of its trainable parameters by name.
         groups: the parameter groups of the optimizer, without parameters.
-        vectors: kind → rank → group (stage 3: sub-group) → flat vector.
-        plain: values that are not partitioned, such as the step, by group (stage 3: sub-group).
+        vectors: kind → rank → group (stage 3: sub-group) → flat vector. In nested containers, this is
+            `{"fp32": [[vector of group 0, vector of group 1], [...]], "exp_avg": ...}`, with an inner list per rank.
+        plain: for each group (stage 3: sub-group), the values that are not partitioned by kind, as in `{"step": 10}`.
     """
 
     def __init__(self, folder: Path, shapes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         self._folder = folder
         self.is_stage_3 = "fp32_flat_groups" in ranks[0]
+        # Elements of padding after each parameter in the vector of its group. Older versions of DeepSpeed have none.
         self._paddings = ranks[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
         self.shapes = shapes
         if self.is_stage_3:
@@ -202,64 +230,74 @@ class _Zero:
         self._add_optimizer_states([rank["state"] for rank in saved])
 
     def _add_optimizer_states(self, states: list[Mapping[int, Mapping[str, Any]]]) -> None:
-        """Add rank → group → kind → value. Values with the shape of the group's weights are partitioned."""
-        numbers = range(len(self.plain))
-        kinds: dict[str, None] = {}
+        """Add `states` (rank → group → kind → value) to `vectors` and `plain`.
+
+        Values with the shape of the group's weights are partitioned, and other values are equal on all ranks.
+        """
+        numbers = range(len(self.plain))  # of the groups or sub-groups
+        kinds: dict[str, None] = {}  # a dict without values, which is an ordered set
         for number in numbers:
             kinds |= dict.fromkeys(states[0].get(number, {}))
+        weights_of_rank_0 = self.vectors[_WEIGHT][0]
         for kind in kinds:
-            values = [[state[number][kind] for number in numbers] for state in states]
-            if all(map(_is_vector_like, values[0], self.vectors[_WEIGHT][0])):
+            values = [[state[number][kind] for number in numbers] for state in states]  # rank → group → value
+            if all(map(_is_vector_like, values[0], weights_of_rank_0)):
                 self.vectors[kind] = values
             else:
                 for number in numbers:
                     self.plain[number][kind] = values[0][number]
 
     def tensors(self, vectors: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the full tensors of one kind, by parameter. They are read on use."""
+        """Return the full tensors of one kind by parameter name. They are read on use.
+
+        `vectors` are the flat vectors of the kind: rank → group (stage 3: sub-group) → vector.
+        """
         shards = ForeignShards()
         if self.is_stage_3:
             self._add_stage_3(shards, vectors)
         else:
-            self._add_stage_2(shards, vectors)
+            self._add_stages_1_and_2(shards, vectors)
         dtype = vectors[0][0].dtype
         full: dict[str, torch.Tensor] = {}
         for group in self.shapes:
-            for name, size in group.items():
-                full[name] = shards.full(name, tuple(size), dtype, self._folder)
+            for name, shape in group.items():
+                full[name] = shards.full(name, tuple(shape), dtype, self._folder)
         return full
 
-    def _add_stage_2(self, shards: ForeignShards, vectors: list[list[torch.Tensor]]) -> None:
+    def _add_stages_1_and_2(self, shards: ForeignShards, vectors: list[list[torch.Tensor]]) -> None:
         """Add the parameters of stages 1 and 2, which are consecutive in the joined partitions of their group."""
         for number, group in enumerate(self.shapes):
-            partitions = [groups[number] for groups in vectors]
-            begin = 0
-            for (name, size), padding in zip(group.items(), self._paddings[number], strict=True):
-                count = math.prod(size)
+            partitions = [vectors_of_rank[number] for vectors_of_rank in vectors]
+            begin = 0  # of the parameter in the joined partitions
+            for (name, shape), padding in zip(group.items(), self._paddings[number], strict=True):
+                count = math.prod(shape)
                 for span, values in _cut(partitions, begin, count):
-                    shards.add(name, span, tuple(size), values.dtype, values.detach)
+                    shards.add(name, span, tuple(shape), values.dtype, values.detach)
                 begin += count + int(padding)
 
     def _add_stage_3(self, shards: ForeignShards, vectors: list[list[torch.Tensor]]) -> None:
-        """Add the parameters of stage 3, which are consecutive in the joined sub-groups of each rank, in shards."""
-        begin = 0
+        """Add the parameters of stage 3. A rank's shards of them are consecutive in its joined sub-groups."""
+        begin = 0  # of the parameter's shard in the joined sub-groups, which is the same on all ranks
         for group in self.shapes:
-            for name, size in group.items():
-                count = math.prod(size)
+            for name, shape in group.items():
+                count = math.prod(shape)
                 # 10 elements on 4 ranks: 3, 3, 3 and 1. The last rank has 2 elements of padding.
                 length = math.ceil(count / len(vectors))
                 for rank, sub_groups in enumerate(vectors):
-                    first = rank * length
-                    for span, values in _cut(sub_groups, begin, min(length, count - first), first):
-                        shards.add(name, span, tuple(size), values.dtype, values.detach)
+                    # The first element of the rank's shard. With more ranks than elements, it may be after the end.
+                    shard_begin = rank * length
+                    num_elements = min(length, count - shard_begin)
+                    for span, values in _cut(sub_groups, begin, num_elements, shard_begin):
+                        shards.add(name, span, tuple(shape), values.dtype, values.detach)
                 begin += length
 
     def frozen(self, models: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the full frozen parameters of stage 3, in which each rank's model file has a shard of each."""
         full: dict[str, torch.Tensor] = {}
-        for name, size in (models[0].get("frozen_param_shapes") or {}).items():
+        for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
             parts = [model["frozen_param_fragments"][name].view(-1) for model in models]
-            full[name] = torch.cat(parts)[: math.prod(size)].view(tuple(size))
+            # The end of the last shard may be padding.
+            full[name] = torch.cat(parts)[: math.prod(shape)].view(tuple(shape))
         return full
 
 
@@ -268,12 +306,13 @@ def _is_vector_like(value: object, vector: torch.Tensor) -> bool:
 
 
 def _cut(
-    vectors: Iterable[torch.Tensor], begin: int, count: int, first: int = 0
+    vectors: Iterable[torch.Tensor], begin: int, count: int, span_begin: int = 0
 ) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Yield elements `[begin, begin + count)` of concatenated vectors, with spans in a tensor that begin at `first`.
+    """Yield the elements `[begin, begin + count)` of concatenated vectors, in one part for each vector.
 
-    With vectors of 4 and 6 elements, begin=3 and count=3, this yields Span(0, 1) with `vectors[0][3:4]` and Span(1, 3)
-    with `vectors[1][0:2]`. Nothing is yielded if `count` is negative.
+    Each part has its span in the parameter, whose first span begins at `span_begin`. With vectors of 4 and 6 elements,
+    begin=3 and count=3, this yields Span(0, 1) with `vectors[0][3:4]` and Span(1, 3) with `vectors[1][0:2]`. Nothing is
+    yielded if `count` is not positive.
     """
     end = begin + count
     start = 0  # of the vector in the concatenation
@@ -281,29 +320,35 @@ def _cut(
         low = max(begin, start)
         high = min(end, start + vector.numel())
         if low < high:
-            yield Span(first + low - begin, first + high - begin), vector[low - start : high - start]
+            span = Span(span_begin + low - begin, span_begin + high - begin)
+            yield span, vector[low - start : high - start]
         start += vector.numel()
 
 
 def _torch_state(
     zero: _Zero, tensors: Mapping[str, Mapping[str, torch.Tensor]], model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the optimizer's torch state dict with parameter names, from `tensors` (kind → name → full tensor)."""
+    """Return the optimizer's torch state dict with parameter names.
+
+    `tensors` are the optimizer's states: kind → name → full tensor. `model` is the model file of rank 0.
+    """
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for number, shapes in enumerate(zero.shapes):
         group = dict(zero.groups[number])
-        # Stage 3 has values by sub-group. All have the same step, so that any of them fits.
+        # Stage 3 has plain values by sub-group, of which there may be fewer or more than groups. The only plain value,
+        # the step, is the same in all of them.
         plain = dict(zero.plain[min(number, len(zero.plain) - 1)])
         # Older versions of FusedAdam have the step in the group, all other optimizers in the state.
         group_step = group.pop("step", model["global_steps"])
         plain["step"] = torch.as_tensor(plain.get("step", group_step), dtype=torch.float32)
         for name in shapes:
-            # SGD without momentum has no state.
             state[name] = {}
+            # SGD without momentum has no states, and a state with the step only would not be one of torch's.
             if tensors:
                 state[name] |= plain
                 state[name] |= {kind: values[name] for kind, values in tensors.items()}
+        # A key of DeepSpeed's own classes, of which ZeRO supports those of Adam.
         if "bias_correction" in zero.groups[0]:
             group = _as_adam(group, model.get("ds_config") or {})
         groups.append({**group, "params": list(shapes)})
@@ -311,12 +356,16 @@ def _torch_state(
 
 
 def _as_adam(group: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a parameter group of DeepSpeed's CPUAdam or FusedAdam to a group of torch's AdamW or Adam."""
+    """Convert a parameter group of DeepSpeed's CPUAdam or FusedAdam to a group of torch's AdamW or Adam.
+
+    Keys that torch's group lacks, such as `bias_correction`, are dropped. Keys that DeepSpeed's group lacks, such as
+    `foreach`, have torch's defaults. `config` is DeepSpeed's configuration, which determines the class.
+    """
     optimizer = config.get("optimizer") or {}
     parameters = optimizer.get("params") or {}
     is_decoupled = optimizer.get("type", "AdamW").lower() == "adamw" or bool(parameters.get("adam_w_mode", True))
     cls = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    [converted] = cls([torch.nn.Parameter(torch.zeros(1))]).state_dict()["param_groups"]
+    converted = cls([torch.nn.Parameter(torch.zeros(1))]).state_dict()["param_groups"][0]
     for key in converted:
         if key in group:
             converted[key] = group[key]

@@ -14,8 +14,17 @@ import torch
 
 from trainwright.checkpoint.disk.untrusted import reading
 from trainwright.checkpoint.format.codec import read_tree
-from trainwright.checkpoint.format.layout import OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, Manifest, numbered
+from trainwright.checkpoint.format.layout import (
+    MODEL_FOLDER,
+    MODEL_STEM,
+    OPTIMIZER_FOLDER,
+    RNG_FOLDER,
+    TRAINER_STEM,
+    Manifest,
+    numbered,
+)
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
+from trainwright.checkpoint.format.model import read_model
 from trainwright.checkpoint.format.reader import find_shards
 from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.export import StoredTensor, stored_tensors
@@ -28,9 +37,10 @@ class TensorDifference:
 
     Attributes:
         path: `part.name`, as in `"model.net.weight"` or `"optimizer[0].state.net.weight.exp_avg"`.
-        max_abs: the largest absolute difference of two elements. NaN if an element is NaN in one checkpoint only. None
-            if shapes or dtypes differ.
-        left, right: dtype and shape in each checkpoint, as text.
+        max_abs: the largest absolute difference of two elements. It is 0 if only the signs of zeros or the bits of NaNs
+            differ, NaN if an element is NaN in one checkpoint only, and None if shapes or dtypes differ.
+        left, right: dtype and shape in each checkpoint, as text: `"float32[3, 2]"`. Weights of the model have the dtype
+            in which they are stored: complex numbers are pairs of real numbers.
     """
 
     path: str
@@ -57,7 +67,7 @@ class CheckpointDifference:
         only_right: paths that only the right checkpoint has.
         tensors: tensors that differ, in the order of the left checkpoint.
         values: other values that differ, including values of the manifests except times of writing and hashes.
-        num_tensors: number of compared tensors, without those in files with equal hashes.
+        num_tensors: number of compared tensors, including equal ones. Parts with equal hashes are not compared.
     """
 
     only_left: list[str] = field(default_factory=list)
@@ -84,18 +94,15 @@ class CheckpointDifference:
         return largest
 
 
-# The value of an entry that one of two trees does not have. None is a value that trees may have.
-_MISSING: Any = object()
-
-
 def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifference:
     """Compare two checkpoints bit by bit. Call this function on one process. Blocks on the disk.
 
-    Tensors are mapped and compared one pair at a time. Files with the same size and hash in both manifests are not
-    read. Hashes of files are not verified.
+    Tensors are mapped and compared one pair at a time. A part whose files all have the same sizes and hashes in both
+    manifests is not read. Hashes of files are not verified.
 
     Raises:
-        CheckpointError: a file is missing or has a wrong size.
+        FileNotFoundError: `left` or `right` does not exist.
+        CheckpointError: a manifest is damaged, or a file is missing, has a wrong size or cannot be read.
     """
     left_side = _Side.of(Path(left))
     right_side = _Side.of(Path(right))
@@ -108,7 +115,7 @@ def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifferenc
             difference.only_left.append(part)
         elif part not in left_parts:
             difference.only_right.append(part)
-        elif left_parts[part].files != right_parts[part].files:  # sizes and hashes by name
+        elif left_parts[part].files != right_parts[part].files:  # sizes and hashes by path
             with reading(f"the part {part!r} of {left} or {right}"):
                 _compare_part(difference, part, left_side, right_side)
     return difference
@@ -123,6 +130,7 @@ class _Side:
 
     @classmethod
     def of(cls, folder: Path) -> _Side:
+        """Read the manifest, and check that all files exist and have the right sizes."""
         side = cls(folder, read_manifest(folder))
         problems = verify(folder, hashes=False)
         if problems:
@@ -143,29 +151,50 @@ class _Side:
     def trainer_tree(self) -> Any:
         return read_tree(self.folder, TRAINER_STEM, copy=False)
 
-    def trees(self, part: str) -> list[Any]:
-        """Return the state trees of the optimizers or of the ranks' generators."""
-        if part == "rng":
-            stems = numbered(self.manifest.parts[part].files, RNG_FOLDER, "rank")
-            return [read_tree(self.folder, stem, copy=False) for stem in stems]
-        stems = numbered(self.manifest.parts[part].files, OPTIMIZER_FOLDER, "optimizer")
-        shards = find_shards(FoundCheckpoint(self.folder, self.manifest), part, copy=False)
+    def rng_trees(self) -> list[Any]:
+        """Return the RNG states of each rank."""
+        stems = numbered(self.manifest.parts["rng"].files, RNG_FOLDER, "rank")
+        return [read_tree(self.folder, stem, copy=False) for stem in stems]
+
+    def optimizer_trees(self) -> list[Any]:
+        """Return the state tree of each optimizer."""
+        stems = numbered(self.manifest.parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
+        shards = find_shards(FoundCheckpoint(self.folder, self.manifest), "optimizer", copy=False)
         return [read_tree(self.folder, stem, copy=False, shards=shards) for stem in stems]
+
+    def weights(self) -> dict[str, StoredTensor]:
+        """Return the model's tensors by name, also by the further names of tied tensors."""
+        tensors, tied = stored_tensors(self.folder)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        for name, first_name in tied.items():
+            by_name[name] = by_name[first_name]
+        return by_name
+
+    def other_model_values(self) -> dict[str, Any]:
+        """Return the entries of the model's state dict that are not tensors, such as results of `get_extra_state`."""
+        if f"{MODEL_STEM}.json" in self.manifest.parts["model"].files:
+            shards = find_shards(FoundCheckpoint(self.folder, self.manifest), "model", copy=False)
+            state_dict = read_tree(self.folder, MODEL_STEM, copy=False, shards=shards)
+        else:
+            state_dict = read_model(self.folder / MODEL_FOLDER, copy=False)
+        return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}
 
 
 def _compare_part(difference: CheckpointDifference, part: str, left: _Side, right: _Side) -> None:
     if part == "model":
-        _compare_models(difference, left.folder, right.folder)
+        _compare_models(difference, left, right)
     elif part == "trainer":
         _compare_trees(difference, part, left.trainer_tree(), right.trainer_tree())
+    elif part == "rng":
+        # Lists, so that the paths are `rng[0]`, `rng[1]`, and so on.
+        _compare_trees(difference, part, left.rng_trees(), right.rng_trees())
     else:
-        # A list, so that the paths are `optimizer[0]`, `rng[0]`, and so on.
-        _compare_trees(difference, part, left.trees(part), right.trees(part))
+        _compare_trees(difference, part, left.optimizer_trees(), right.optimizer_trees())
 
 
-def _compare_models(difference: CheckpointDifference, left: Path, right: Path) -> None:
-    left_tensors = _tensors_by_name(left)
-    right_tensors = _tensors_by_name(right)
+def _compare_models(difference: CheckpointDifference, left: _Side, right: _Side) -> None:
+    left_tensors = left.weights()
+    right_tensors = right.weights()
     for name in dict.fromkeys([*left_tensors, *right_tensors]):
         path = f"model.{name}"
         if name not in right_tensors:
@@ -174,17 +203,18 @@ def _compare_models(difference: CheckpointDifference, left: Path, right: Path) -
             difference.only_right.append(path)
         else:
             _compare_tensors(difference, path, left_tensors[name].read(), right_tensors[name].read())
+    _compare_trees(difference, "model", left.other_model_values(), right.other_model_values())
 
 
-def _tensors_by_name(folder: Path) -> dict[str, StoredTensor]:
-    tensors, tied = stored_tensors(folder)
-    by_name = {tensor.name: tensor for tensor in tensors}
-    for name, first in tied.items():
-        by_name[name] = by_name[first]
-    return by_name
+# Replaces the value of an entry that only one of two trees has. None may be a value of a tree.
+_MISSING: Any = object()
 
 
 def _compare_trees(difference: CheckpointDifference, path: str, left: object, right: object) -> None:
+    """Add the differences between two values and, if both are dicts or sequences, between their entries.
+
+    `path` is the path of the two values, such as "trainer.callbacks".
+    """
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         _compare_tensors(difference, path, loaded(left), loaded(right))
         return
@@ -203,16 +233,20 @@ def _compare_trees(difference: CheckpointDifference, path: str, left: object, ri
 
 
 def _entries(left: Any, right: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield the keys or indices of two mappings or sequences, with the value of each, which may be `_MISSING`."""
+    """Yield each key or index of two mappings or sequences with its left and right value.
+
+    `_MISSING` replaces the value that one of the two does not have.
+    """
     if isinstance(left, Mapping):
         for key in dict.fromkeys([*left, *right]):
             yield key, left.get(key, _MISSING), right.get(key, _MISSING)
     else:
-        for index, pair in enumerate(zip_longest(left, right, fillvalue=_MISSING)):
-            yield index, *pair
+        for index, (left_value, right_value) in enumerate(zip_longest(left, right, fillvalue=_MISSING)):
+            yield index, left_value, right_value
 
 
 def _same_value(left: Any, right: Any) -> bool:
+    """Return whether two values that are not tensors, mappings or sequences are equal. NaN equals NaN."""
     if type(left) is not type(right):
         return False
     if isinstance(left, (np.ndarray, np.generic)):
@@ -253,6 +287,7 @@ def _max_abs(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _described(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype and shape, as in `float32[3, 2]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 

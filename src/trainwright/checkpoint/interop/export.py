@@ -1,6 +1,9 @@
 """Export of a checkpoint's weights for other programs: one safetensors file, or shards with an index.
 
 Tensors are copied from file to file one at a time, so that only one tensor is in memory.
+
+The source has one of three layouts: one safetensors file, safetensors shards with an index, or the shards that ranks
+have saved, with a `state.json`.
 """
 
 from __future__ import annotations
@@ -50,21 +53,24 @@ Layout = Literal["single", "sharded"]
 EXPORT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a sharded model, in its folder
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # not the 1-byte dtypes, whose values need scales
-# Exports use the format's names of dtypes that checkpoints store as views of plain ones, such as float8 as bytes. The
-# bytes are the same.
+# Checkpoints store some dtypes as views of plain ones (see `to_storable`). Exports write the same bytes under the names
+# that newer versions of the format have for these dtypes, such as "C64" for "torch.complex64".
 _NATIVE = {str(dtype): name for dtype, name in NATIVE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a safetensors file on the disk.
+    """One tensor of a model on the disk.
 
     Attributes:
-        name: name in the state dict.
-        file: the file with the tensor.
-        stored_as: name of the tensor in `file`. Tied names have the same `stored_as`.
+        name: name in the state dict and in an export.
+        file: the safetensors file with the tensor. For a model that ranks have saved as shards, its `state.json`, which
+            is only used in messages.
+        stored_as: name of the tensor in `file`. It differs from `name` only for the additional names of a tied tensor
+            with `expand_tied`.
         dtype: name of the dtype in the safetensors format, such as `"F32"`.
-        shape: shape of the tensor.
+        shape: shape of the tensor in the dtype `dtype`. A complex tensor whose `dtype` is that of its real and
+            imaginary parts has a last dimension of 2.
         write_as: key of `EXPORT_DTYPES`, the dtype to convert to. None copies the bytes.
         value: the tensor, for a model that ranks have saved as shards. None for a tensor that `file` contains in full.
     """
@@ -78,7 +84,11 @@ class StoredTensor:
     value: torch.Tensor | None = None
 
     def read(self) -> torch.Tensor:
-        """Return the tensor on the CPU, mapped from its file or assembled from shards, in a dtype of safetensors."""
+        """Return the tensor on the CPU, mapped from its file or assembled from shards.
+
+        It has the dtype in which checkpoints store it: complex numbers are pairs of real numbers, and rare 1-byte
+        floats are uint8 (see `to_storable`).
+        """
         if self.value is not None:
             return to_storable(loaded(self.value))[0]
         return read_safetensors(self.file, names=[self.stored_as], copy=False)[self.stored_as]
@@ -105,11 +115,12 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        files: the written files. The index is the last one.
+        files: the written files. With `layout="sharded"`, the index is the last one.
         num_tensors: number of tensors in the files.
         num_bytes: total size of the tensors in the files.
         tied: tied names that were skipped, each with the name under which the tensor was written.
-        left_out: names of state-dict entries that were skipped because they are not tensors.
+        left_out: stem of the source's files whose entries were skipped because they are not tensors, such as
+            `"extra_state"`. Empty if all entries of the state dict are tensors.
     """
 
     files: list[Path]
@@ -121,7 +132,13 @@ class Exported:
 
 @dataclass
 class _Model:
-    """The tensors of a model in order, tied name → first name, and the names of entries that are not tensors."""
+    """The description of a model on the disk.
+
+    Attributes:
+        tensors: its tensors in order. A tied tensor is included once, under its first name.
+        tied: further name of a tied tensor → first name.
+        extra: see `Exported.left_out`.
+    """
 
     tensors: list[StoredTensor]
     tied: dict[str, str]
@@ -140,18 +157,21 @@ def export_weights(
 ) -> Exported:
     """Write the weights of a checkpoint as safetensors files for other programs.
 
-    Call this function on one process. Blocks on the disk. `target` gets its name once it is complete.
+    Call this function on one process. Blocks on the disk. The files are written under a hidden name, which is changed
+    to `target` once they are complete. After an error they are deleted.
 
     Args:
         source: a Trainwright checkpoint, its model folder, or a folder of Hugging Face safetensors.
         target: path to write, which must not exist: a file for `layout="single"`, a folder for `"sharded"`.
         layout: `"single"` for one safetensors file, or `"sharded"` for shards with `model.safetensors.index.json`.
-        dtype: `"fp32"`, `"fp16"` or `"bf16"` for all floating-point tensors except 1-byte dtypes. None changes no
-            dtype.
-        max_shard_bytes: maximum size of the tensors in one shard. A larger tensor gets its own shard.
+            Default: `"single"`.
+        dtype: `"fp32"`, `"fp16"` or `"bf16"` for all floating-point tensors except 1-byte dtypes. Default: None, which
+            changes no dtype.
+        max_shard_bytes: maximum total size of the tensors in one shard. A larger tensor gets its own shard.
         expand_tied: write a tied weight under each of its names. Default: False, which writes it under the first name
             and stores `{other name: first name}` in the metadata, like `safetensors.torch.save_model`.
-        check: first compare the hashes of the model's files with the checkpoint's manifest. Default: True.
+        check: first compare the hashes of the model's files with the checkpoint's manifest. False compares only their
+            names and sizes. It has no effect if `source` has no manifest. Default: True.
 
     Raises:
         FileNotFoundError: `source` does not exist.
@@ -167,11 +187,12 @@ def export_weights(
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
     model = _read_layout(_model_folder(source, check))
-    tensors = model.tensors
+    tensors = list(model.tensors)
     tied = model.tied
     if expand_tied:
         by_name = {tensor.name: tensor for tensor in tensors}
-        tensors = [*tensors, *(replace(by_name[first], name=name) for name, first in tied.items())]
+        for name, first_name in tied.items():
+            tensors.append(replace(by_name[first_name], name=name))
         tied = {}
     if dtype is not None:
         tensors = [replace(tensor, write_as=dtype) if tensor.dtype in _FLOATS else tensor for tensor in tensors]
@@ -200,13 +221,19 @@ def export_weights(
 
 
 def stored_tensors(source: Path | str) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Return the tensors of a checkpoint's model in order, and tied name → first name. Reads headers only."""
+    """Return the tensors of a checkpoint's model in order, and tied name → first name. Only headers are read.
+
+    The dtypes and shapes are those of `StoredTensor.read`. `source` is as in `export_weights`. Hashes are not compared.
+    """
     model = _read_layout(_model_folder(Path(source), check=False), native=False)
     return model.tensors, model.tied
 
 
 def _model_folder(source: Path, check: bool) -> Path:
-    """Return the model folder of `source`. If `source` is a checkpoint, verify its model, with hashes if `check`."""
+    """Return the folder with the model's files: `source`, or the model folder of the checkpoint `source`.
+
+    The files of a checkpoint are compared with its manifest, including their hashes if `check` is True.
+    """
     if any((source / name).is_file() for name in (MODEL_INDEX, SINGLE_FILE, _STATE)):
         return source
     manifest = read_manifest(source)
@@ -219,11 +246,12 @@ def _model_folder(source: Path, check: bool) -> Path:
 
 
 def _read_layout(folder: Path, *, native: bool = True) -> _Model:
-    """Read the headers of a model's files, in whichever of the three layouts the folder has.
+    """Read the headers of a model's files. The folder has one of the three layouts in the module's docstring.
 
     Args:
         folder: the model folder.
-        native: use the format's names of dtypes. False uses the dtypes in the files.
+        native: describe tensors as an export contains them, such as "C64" with the shape (3,). False describes them as
+            the files contain them, such as "F32" with the shape (3, 2).
     """
     with reading(folder):
         if (folder / _STATE).is_file():
@@ -231,8 +259,9 @@ def _read_layout(folder: Path, *, native: bool = True) -> _Model:
         if not (folder / MODEL_INDEX).is_file():
             single = inside(folder, SINGLE_FILE, str(folder))
             names = [name for name in read_header(single) if name != "__metadata__"]
-            return _Model(_described(single, names, {}, native), {}, [])
+            return _Model(tensors=_described(single, names, {}, native), tied={}, extra=[])
         index = read_index(folder / MODEL_INDEX)
+        # The result has the order of the index, which differs from the order of the shards.
         by_name: dict[str, StoredTensor] = {}
         for shard, names in index.shards.items():
             for tensor in _described(shard, names, index.dtypes, native):
@@ -263,7 +292,8 @@ def _read_sharded(folder: Path, native: bool) -> _Model:
             continue
         dtype = dtype_name(value.dtype)
         shape = tuple(value.shape)
-        if dtype.startswith("torch."):  # stored as a view of a plain dtype
+        # `dtype_name` returns torch's name for a dtype that is stored as a view of a plain dtype.
+        if dtype.startswith("torch."):
             if native:
                 dtype = _native(name, dtype)
             else:
@@ -275,13 +305,17 @@ def _read_sharded(folder: Path, native: bool) -> _Model:
 
 
 def _native(name: str, dtype: str) -> str:
+    """Return the format's name of a dtype with a name such as "torch.complex64". `name` is the tensor's name."""
     if dtype not in _NATIVE:
         raise CheckpointError(f"{name!r} is {dtype}, which safetensors cannot store. Nothing was exported.")
     return _NATIVE[dtype]
 
 
 def _described(file: Path, names: list[str], dtypes: Mapping[str, str], native: bool) -> list[StoredTensor]:
-    """Return the tensors `names` of a file. `dtypes` has the dtypes of those that are stored as views."""
+    """Return the tensors `names` of a file.
+
+    `dtypes` has the original dtypes of the tensors that are stored as views, such as "torch.complex64".
+    """
     header = read_header(file)
     tensors = []
     for name in names:
@@ -300,6 +334,7 @@ def _described(file: Path, names: list[str], dtypes: Mapping[str, str], native: 
 def _write_shards(
     folder: Path, tensors: list[StoredTensor], tied: Mapping[str, str], max_shard_bytes: int
 ) -> list[Path]:
+    """Write shards and their index into a new folder. Return the paths in the folder, with the index as the last."""
     sizes = {tensor.name: tensor.num_bytes for tensor in tensors}
     by_name = {tensor.name: tensor for tensor in tensors}
     shards = deal_out(sizes, max_shard_bytes)
@@ -319,6 +354,7 @@ def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]
 
 
 def _converted(tensor: StoredTensor) -> Iterator[torch.Tensor]:
+    """Yield the values to write. Without a conversion, only their bytes are those of `tensor.like`; see `read`."""
     value = tensor.read()
     if tensor.write_as is not None:
         value = value.to(EXPORT_DTYPES[tensor.write_as])

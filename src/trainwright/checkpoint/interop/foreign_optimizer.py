@@ -1,8 +1,11 @@
 """Parameter names for optimizer states of other programs. These states have positions instead of names.
 
 `torch.optim` saves `{"state": {0: ...}, "param_groups": [{"params": [0, 1], ...}]}`. The numbers are positions in the
-order in which the optimizer received its parameters. The class is not saved. This module infers the names and the class
-if they are unambiguous.
+order in which the optimizer received its parameters. The class is not saved.
+
+`named_from_positions` infers the class from the hyper-parameters, and the names from the first of these sources that
+exists: names from the user, names in the file (FSDP's, or `param_names` of torch), the order of the model's weights, if
+the optimizer has all of them in one group, and shapes.
 """
 
 from __future__ import annotations
@@ -15,18 +18,20 @@ import torch
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 
-# Keys that schedulers and named parameters add to a group.
+# Keys of a group that are not hyper-parameters of an optimizer's class: parameters, and keys that schedulers add.
 _ADDED_KEYS = frozenset(
     {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 )
-# Entries of optimizer states that have their parameter's shape.
+# Entries of torch's optimizer states that have their parameter's shape.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "prev", "ax")
 # Buffers of torch's modules that have the shapes of their parameters.
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class NamesUnknown(CheckpointError):
-    """Raised if a file does not determine the parameter names or the class of an optimizer. The message has the reason.
+    """Raised if a file does not determine the parameter names of an optimizer. The message has the reason.
+
+    `ClassUnknown` is the sub-class for the optimizer's class.
 
     Attributes:
         advice: the option with which the user provides the missing names or class.
@@ -51,34 +56,40 @@ def named_from_positions(
 ) -> dict[str, Any]:
     """Return a saved `optimizer.state_dict()` in the form that `named_optimizer_state` returns.
 
+    For example, `{"state": {0: {"step": 5}}, "param_groups": [{"lr": 0.1, "params": [0]}]}` of a model with the weight
+    `a` becomes `{"class": "SGD", "groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"step": 5}}}`.
+
     Args:
         packed: the saved state dict, with positions as in torch, or with parameter names, as FSDP saves it.
         weights: the state dict of the model, including buffers.
         ordered: True if `weights` are in the order of the model's modules. Safetensors files do not preserve this
             order.
-        names: the parameter names in the optimizer's order, if known.
-        class_name: the optimizer's class, if known.
+        names: the parameter names in the optimizer's order. They have no effect if `packed` has names instead of
+            positions. Default: None, which infers them.
+        class_name: the optimizer's class. Default: None, which infers it.
 
     Raises:
-        NamesUnknown: the names or the class are missing or ambiguous. Other CheckpointErrors: arguments are wrong.
+        NamesUnknown: the names or the class are missing or ambiguous.
+        CheckpointError: `packed` is not the state of an optimizer, or `names` do not fit it or the weights.
     """
     try:
         groups = [dict(group) for group in packed["param_groups"]]
-        positions = [list(group["params"]) for group in groups]
+        positions_by_group = [list(group["params"]) for group in groups]
         state = {position: dict(values) for position, values in packed.get("state", {}).items()}
-        has_names = any(isinstance(position, str) for in_group in positions for position in in_group)
+        # FSDP has the parameter's name instead of its position.
+        has_names = any(isinstance(position, str) for positions in positions_by_group for position in positions)
         if not has_names:
-            positions = [[int(position) for position in in_group] for in_group in positions]
+            positions_by_group = [[int(position) for position in positions] for positions in positions_by_group]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is not the state of a torch optimizer: {error!r}.") from error
     if has_names:
-        name_of = {position: plain_name(str(position)) for in_group in positions for position in in_group}
+        name_of = {position: plain_name(str(position)) for positions in positions_by_group for position in positions}
     else:
-        name_of = _names(groups, positions, state, weights, ordered, names)
+        name_of = _names(groups, positions_by_group, state, weights, ordered, names)
     named_groups = []
-    for group, in_group in zip(groups, positions, strict=True):
+    for group, positions in zip(groups, positions_by_group, strict=True):
         named = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        named["params"] = [name_of[position] for position in in_group]
+        named["params"] = [name_of[position] for position in positions]
         named_groups.append(named)
     return {
         "class": class_name or _class_of(groups),
@@ -89,7 +100,7 @@ def named_from_positions(
 
 
 def steps_of(packed: Mapping[str, Any]) -> int:
-    """Return the number of steps in a saved optimizer state, or 0 if the state has no step count."""
+    """Return the largest step count in a saved optimizer state, or 0 if the state has no step count."""
     steps = 0
     for values in packed.get("state", {}).values():
         if isinstance(values, Mapping) and "step" in values:
@@ -99,35 +110,40 @@ def steps_of(packed: Mapping[str, Any]) -> int:
 
 def _names(
     groups: list[dict[str, Any]],
-    positions: list[list[int]],
+    positions_by_group: list[list[int]],
     state: Mapping[int, Mapping[str, Any]],
     weights: Mapping[str, Any],
     ordered: bool,
     names: Sequence[str] | None,
 ) -> dict[int, str]:
-    """Return the parameter names by position."""
-    flat = [position for in_group in positions for position in in_group]
-    shapes = {position: _shape_of(state.get(position, {})) for position in flat}
+    """Return the parameter names by position, from the first source in the module's docstring that exists."""
+    all_positions = [position for positions in positions_by_group for position in positions]
+    shapes = {position: _shape_of(state.get(position, {})) for position in all_positions}
     if names is None and all("param_names" in group for group in groups):
         # An optimizer that was created from `named_parameters()` saves them. The model may have been compiled.
         names = [plain_name(str(name)) for group in groups for name in group["param_names"]]
     if names is not None:
         return _checked_names(names, shapes, weights)
     candidates = _parameters(weights)
-    if len(candidates) < len(flat):
-        raise NamesUnknown(f"the optimizer has {len(flat)} parameters, and the file has {len(candidates)} weights.")
-    if ordered and len(groups) == 1 and len(candidates) == len(flat):
+    if len(candidates) < len(all_positions):
+        raise NamesUnknown(
+            f"the optimizer has {len(all_positions)} parameters, and the file has {len(candidates)} weights."
+        )
+    if ordered and len(groups) == 1 and len(candidates) == len(all_positions):
         # The usual `AdamW(model.parameters())`.
-        name_of = dict(zip(flat, candidates, strict=True))
+        name_of = dict(zip(all_positions, candidates, strict=True))
         _check_shapes(name_of, shapes, weights)
         return name_of
-    return _names_by_shape(positions, shapes, candidates, weights, ordered)
+    return _names_by_shape(positions_by_group, shapes, candidates, weights, ordered)
 
 
 def _checked_names(
     names: Sequence[str], shapes: Mapping[int, torch.Size | None], weights: Mapping[str, Any]
 ) -> dict[int, str]:
-    """Return known names by position. Raises a `CheckpointError` if they do not fit."""
+    """Return known names by position. `shapes` has the positions in the optimizer's order.
+
+    Raises a `CheckpointError`, which is not a `NamesUnknown`, if the names do not fit: the user must correct them.
+    """
     if len(names) != len(shapes) or len(set(names)) != len(names):
         raise CheckpointError(
             f"{len(set(names))} different names were given for an optimizer of {len(shapes)} parameters. Pass one "
@@ -145,21 +161,24 @@ def _checked_names(
 
 
 def _parameters(weights: Mapping[str, Any]) -> list[str]:
-    """Return the names that may be parameters, in order. A tied tensor is included once, under its first name."""
-    found: dict[tuple[Any, ...], str] = {}
+    """Return the names that may be parameters, in order. A tied tensor is included once, under its first name.
+
+    Integers and the buffers of torch's batch norms are not included. Other buffers cannot be told from parameters.
+    """
+    name_of_memory: dict[tuple[Any, ...], str] = {}
     for name, value in weights.items():
         if name.rpartition(".")[2] in _BUFFER_NAMES:
             continue
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             continue
-        # All empty tensors have the address 0.
+        # Tied tensors have the same address. All empty tensors have the address 0, and count as different.
         memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
-        found.setdefault(memory, name)
-    return list(found.values())
+        name_of_memory.setdefault(memory, name)
+    return list(name_of_memory.values())
 
 
 def _shape_of(values: Mapping[str, Any]) -> torch.Size | None:
-    """Return a parameter's shape if its state contains it."""
+    """Return the shape of a parameter with the optimizer state `values`, or None if the state has no such tensor."""
     for key in _LIKE_PARAMETER:
         value = values.get(key)
         if isinstance(value, torch.Tensor):
@@ -170,6 +189,7 @@ def _shape_of(values: Mapping[str, Any]) -> torch.Size | None:
 def _check_shapes(
     name_of: Mapping[int, str], shapes: Mapping[int, torch.Size | None], weights: Mapping[str, Any]
 ) -> None:
+    """Raise `NamesUnknown` if the state at a position has another shape than the weight with its name."""
     for position, name in name_of.items():
         shape = shapes[position]
         if shape is not None and shape != weights[name].shape:
@@ -180,7 +200,7 @@ def _check_shapes(
 
 
 def _names_by_shape(
-    positions: list[list[int]],
+    positions_by_group: list[list[int]],
     shapes: Mapping[int, torch.Size | None],
     candidates: list[str],
     weights: Mapping[str, Any],
@@ -188,21 +208,19 @@ def _names_by_shape(
 ) -> dict[int, str]:
     """Return parameter names by position, inferred from shapes.
 
-    All weights of a shape must be in the same group. Several weights of a shape are matched in the model's order, which
-    must be known.
-
-    An example is weight decay for matrices only, with one group of matrices and one of vectors.
+    All weights of a shape must be in the same group, as with weight decay for matrices only, which needs one group of
+    matrices and one of vectors. Several weights of a shape are matched in the model's order, which must be known.
 
     Raises:
-        NamesUnknown: A shape is unknown, or the names are ambiguous.
+        NamesUnknown: a shape is unknown, or the names are ambiguous.
     """
     names_of_shape: dict[torch.Size, list[str]] = {}
     for name in candidates:
         names_of_shape.setdefault(weights[name].shape, []).append(name)
     name_of: dict[int, str] = {}
-    for in_group in positions:
+    for positions in positions_by_group:
         positions_of_shape: dict[torch.Size, list[int]] = {}
-        for position in in_group:
+        for position in positions:
             shape = shapes[position]
             if shape is None:
                 raise NamesUnknown("the shapes of some parameters are unknown, since they have no optimizer state.")
@@ -223,19 +241,23 @@ def _names_by_shape(
     if ordered:
         # If weights of different shapes are not in the model's order, weights of one shape may not be in it either.
         order = {name: number for number, name in enumerate(candidates)}
-        for in_group in positions:
-            numbers = [order[name_of[position]] for position in in_group]
+        for positions in positions_by_group:
+            numbers = [order[name_of[position]] for position in positions]
             if numbers != sorted(numbers):
                 raise NamesUnknown("the order of the optimizer's parameters differs from the model's.")
     return name_of
 
 
 def _class_of(groups: list[dict[str, Any]]) -> str:
-    """Return the name of the only class of torch.optim whose groups have the hyper-parameters of the saved groups."""
+    """Return the name of the only class of torch.optim whose groups have the hyper-parameters of the saved groups.
+
+    Raises `ClassUnknown` if no class or several classes have them.
+    """
+    # All groups have the same keys.
     keys = frozenset(groups[0]) - _ADDED_KEYS if groups else frozenset()
     fitting = sorted(name for name, class_keys in _hyper_parameters().items() if class_keys - _ADDED_KEYS == keys)
     if set(fitting) >= {"Adam", "AdamW"} and "decoupled_weight_decay" in keys:
-        # Both classes have the same hyper-parameters in newer versions of torch, whose AdamW is an Adam with this one.
+        # In newer versions of torch, AdamW is a sub-class of Adam that sets `decoupled_weight_decay` to True.
         fitting = ["AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"]
     if len(fitting) != 1:
         which = " and ".join(fitting) or "no class in the installed torch.optim"
@@ -244,14 +266,14 @@ def _class_of(groups: list[dict[str, Any]]) -> str:
 
 
 def _hyper_parameters() -> dict[str, frozenset[str]]:
-    """Return the keys of a parameter group, for each optimizer of torch.optim."""
-    found: dict[str, frozenset[str]] = {}
+    """Return the keys of a parameter group by the class name, for each optimizer of the installed torch.optim."""
+    keys_of: dict[str, frozenset[str]] = {}
     for name in torch.optim.__all__:
         cls = getattr(torch.optim, name)
         if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
-            # Muon accepts matrices only.
+            # A group's keys are known only after an optimizer was created. Muon accepts matrices only.
             shape = (1, 1) if name == "Muon" else (1,)
             parameter = torch.nn.Parameter(torch.zeros(shape))
             optimizer = cls([parameter], lr=0.1)  # type: ignore[call-arg]  # all have lr, the base class does not
-            found[name] = frozenset(optimizer.state_dict()["param_groups"][0])
-    return found
+            keys_of[name] = frozenset(optimizer.state_dict()["param_groups"][0])
+    return keys_of

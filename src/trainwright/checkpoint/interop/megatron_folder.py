@@ -44,7 +44,7 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _RANK_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_STACKED = "decoder.layers."
+_LAYERS = "decoder.layers."  # begins the name of a layer's weight
 # Entries of a `torch_dist` checkpoint that are not weights begin with these.
 _OTHER_STATE = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 # Buffers in checkpoints of older versions of transformers. Newer versions compute them.
@@ -67,6 +67,7 @@ class MegatronLayout:
         pp: pipeline-parallel size. Default: 1.
         vocab: number of rows of the embedding; additional rows are zero. Default: 0, the model's own number of rows.
         impl: Megatron's `--transformer-impl`, which determines the names of norms: `"transformer_engine"` or `"local"`.
+            Default: `"transformer_engine"`.
     """
 
     tp: int = 1
@@ -76,7 +77,11 @@ class MegatronLayout:
 
 
 def megatron_folder(source: Path) -> Path | None:
-    """Return the folder of one iteration in a checkpoint folder of Megatron, or None for another kind of folder."""
+    """Return the folder of one iteration in a checkpoint of Megatron, or None if `source` is not such a checkpoint.
+
+    `source` is the folder of one iteration, or a folder of iterations, whose latest is returned. A `CheckpointError` is
+    raised if the latest is missing.
+    """
     if not source.is_dir():
         return None
     if (source / _LATEST).is_file():
@@ -96,8 +101,17 @@ def megatron_folder(source: Path) -> Path | None:
 def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
     """Write a checkpoint of Megatron as a folder of transformers, and return its number of tensors.
 
-    `source` is the folder of all iterations (the latest is read) or of one. `config` is a `config.json` or its folder.
-    None uses `config.json` in `source` or else the arguments in the checkpoint. `target` must not exist.
+    The full model is read into memory.
+
+    Args:
+        source: the folder of all iterations (the latest is read) or of one.
+        target: the folder to create. It must not exist.
+        config: a `config.json` of transformers or its folder. None uses `config.json` in `source` or, if that does not
+            exist, the arguments in the checkpoint.
+
+    Raises:
+        CheckpointError: `source` is not a checkpoint of Megatron, is damaged or does not fit the config, the config is
+            missing or describes an unsupported model, or `target` exists.
     """
     tensors, settings = _read_megatron(source, config)
     base = "transformer." if settings["model_type"] == "gpt2" else "model."
@@ -115,10 +129,23 @@ def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
 def export_megatron(
     source: Path, target: Path, layout: MegatronLayout, *, config: Path | None = None, dtype: str | None = None
 ) -> list[Path]:
-    """Write a model of transformers or a checkpoint of Megatron as Megatron's files per rank. Return the files.
+    """Write a model of transformers or a checkpoint of Megatron as Megatron's files per rank. Return these files.
 
-    `source` is a Trainwright checkpoint, or a folder of Hugging Face safetensors or of Megatron. One pipeline stage is
-    in memory at a time, or the full model if `source` is of Megatron.
+    One pipeline stage is in memory at a time, or the full model if `source` is of Megatron.
+
+    Args:
+        source: a Trainwright checkpoint, or a folder of Hugging Face safetensors or of Megatron.
+        target: the folder to create. It must not exist.
+        layout: parallel sizes, padding and names to write.
+        config: a `config.json` of transformers or its folder. Default: None, which uses `config.json` in `source` or,
+            for a checkpoint of Megatron without this file, the arguments in the checkpoint.
+        dtype: key of `EXPORT_DTYPES`, to which floating-point tensors are converted. Default: None, which keeps the
+            dtypes.
+
+    Raises:
+        CheckpointError: `source` is damaged or does not fit the config, the config is missing or describes an
+            unsupported model, or `target` exists.
+        ConfigurationError: `layout` does not fit the sizes of the model.
     """
     reads: _Reads
     if megatron_folder(source) is not None:
@@ -126,14 +153,14 @@ def export_megatron(
         reads = {name: partial(loaded, tensor) for name, tensor in tensors.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     else:
-        settings = _settings(config or source)
+        settings = _read_config(config or source)
         stored = {_base_name(tensor.name, settings): tensor for tensor in stored_tensors(source)[0]}
         reads = {name: tensor.read for name, tensor in stored.items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     model = ModelShape.of(settings, config or source)
     model.check_parallel(layout.tp, layout.pp, layout.vocab or model.vocabulary)
     if model.tied:
-        # Some files have the tied weight under both names.
+        # Some files have the tied weight under both names. The model has it under that of the embedding only.
         shapes.pop("lm_head.weight", None)
     expected: dict[str, tuple[int, ...]] = {}
     for weight in model.weights():
@@ -166,13 +193,13 @@ def _stage(
     stage: int,
     dtype: str | None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the weights of a pipeline stage for each tensor-parallel rank."""
+    """Return the weights of a pipeline stage by name, for each tensor-parallel rank."""
     ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.tp)]
     for weight in model.weights():
         name = _name_in_stage(weight, model, stage, layout.pp)
         if name is None:
             continue
-        tensor = weight.join([reads[one]() for one in weight.names])
+        tensor = weight.join([reads[hf_name]() for hf_name in weight.names])
         if weight.layout == "vocabulary" and layout.vocab:
             padding = tensor.new_zeros(layout.vocab - len(tensor), *tensor.shape[1:])
             tensor = torch.cat([tensor, padding])
@@ -196,7 +223,7 @@ def _name_in_stage(weight: ModelWeight, model: ModelShape, stage: int, pp: int) 
     if layer is not None:
         layers_per_stage = model.layers // pp
         layer_stage, number = divmod(int(layer[1]), layers_per_stage)
-        return f"{_STACKED}{number}.{weight.name[layer.end() :]}" if layer_stage == stage else None
+        return f"{_LAYERS}{number}.{weight.name[layer.end() :]}" if layer_stage == stage else None
     if not weight.name.startswith("embedding."):
         return weight.name if is_last else None
     if stage == 0:
@@ -206,7 +233,7 @@ def _name_in_stage(weight: ModelWeight, model: ModelShape, stage: int, pp: int) 
 
 
 def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the weights by name in transformers, and the config."""
+    """Return the weights by name in transformers, without the prefix of the base model, and the config."""
     folder = megatron_folder(source)
     if folder is None:
         raise CheckpointError(f"{source} is not a checkpoint of megatron-core.")
@@ -220,10 +247,11 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
         if settings is None:
             raise CheckpointError(f"{folder} does not store arguments that determine the model's config. {CONFIG_HINT}")
     else:
-        settings = _settings(config or source)
+        settings = _read_config(config or source)
     model = ModelShape.of(settings, config or source)
     shards_by_name = _joined_stages(stages)
-    # With one stage, the output layer of a tied model has no tensor.
+    # With several stages, the last stage of a tied model has a copy of the embedding as its output layer. With one
+    # stage, the output layer has no tensor, so that `output_copies` is empty.
     output_copies = shards_by_name.pop(_OUTPUT, []) if model.tied else []
     for copy, words in zip(output_copies, shards_by_name.get(_WORDS, []), strict=False):
         if not torch.equal(copy, words):
@@ -232,7 +260,7 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
                 "with tie_word_embeddings=false."
             )
     weights = {weight.name: weight for weight in model.weights()}
-    full: dict[str, torch.Tensor] = {}
+    full: dict[str, torch.Tensor] = {}  # Megatron's full tensors, still with padding, by Megatron's names
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shards in shards_by_name.items():
         # `_compare` reports names that the model does not have.
@@ -250,11 +278,14 @@ def _read_megatron(source: Path, config: Path | None) -> tuple[dict[str, torch.T
 
 
 def _joined_stages(stages: _Stages) -> dict[str, list[torch.Tensor]]:
-    """Return the weights of all stages, with layers numbered in the full model."""
+    """Return the weights of all stages, with layers numbered in the full model.
+
+    A stage numbers its layers from 0. With 2 layers in each stage, layer 1 of stage 1 is layer 3 of the model.
+    """
     joined: dict[str, list[torch.Tensor]] = {}
     first = 0  # number of the stage's first layer in the full model
     for stage in stages:
-        numbers = set()
+        numbers = set()  # of the stage's layers
         for name, shards in stage.items():
             layer = _LAYER.match(name)
             if layer is None:
@@ -262,7 +293,7 @@ def _joined_stages(stages: _Stages) -> dict[str, list[torch.Tensor]]:
             else:
                 number = int(layer[1])
                 numbers.add(number)
-                joined[f"{_STACKED}{first + number}.{name[layer.end() :]}"] = shards
+                joined[f"{_LAYERS}{first + number}.{name[layer.end() :]}"] = shards
         first += len(numbers)
     return joined
 
@@ -284,10 +315,10 @@ def _read_torch_dist(folder: Path) -> tuple[_Stages, Any]:
         _check_weight(saved_name, value, folder)
         tensor = loaded(value)
         name = plain_norms(saved_name)
-        if name.startswith(_STACKED) and not _LAYER.match(name):
+        if name.startswith(_LAYERS) and not _LAYER.match(name):
             # Layers of the same structure are one tensor, whose first dimension is the layer.
             for number, layer in enumerate(tensor):
-                weights[f"{_STACKED}{number}.{name.removeprefix(_STACKED)}"] = [layer]
+                weights[f"{_LAYERS}{number}.{name.removeprefix(_LAYERS)}"] = [layer]
         else:
             weights[name] = [tensor]
     return [weights], common.get("args")
@@ -306,7 +337,8 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
         files[int(match[2] or 0), int(match[1])] = read_torch_file(entry / _RANK_FILE)[0]
     pp = 1 + max(stage for stage, _ in files)
     tp = 1 + max(rank for _, rank in files)
-    args = files[min(files)].get("args")
+    first_file = files[min(files)]  # each file has the same arguments, as a dict instead of a Namespace
+    args = first_file.get("args")
     _check_complete(folder, files.keys(), tp, pp, args or {})
     stages: _Stages = []
     for stage in range(pp):
@@ -330,7 +362,11 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
 def _check_complete(
     folder: Path, places: Collection[tuple[int, int]], tp: int, pp: int, args: Mapping[str, Any]
 ) -> None:
-    """Raise an error if a rank's file is missing. The last ranks are known only from the arguments of Megatron."""
+    """Raise a `CheckpointError` if a rank's file is missing.
+
+    `places` has the pipeline stage and tensor-parallel rank of each file, and `tp` and `pp` are one more than the
+    largest of these. If the files of the last ranks are missing, only the arguments of Megatron reveal it.
+    """
     missing = []
     for stage in range(pp):
         for rank in range(tp):
@@ -350,6 +386,7 @@ def _check_complete(
 
 
 def _check_weight(name: str, value: object, folder: Path) -> None:
+    """Raise a `CheckpointError` if a value is not a tensor."""
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(f"{folder} has the entry {name!r}, which is not a weight of a GPTModel.")
 
@@ -397,7 +434,8 @@ def _args(model: ModelShape, settings: Mapping[str, Any], layout: MegatronLayout
     }
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a `config.json`. `path` is this file or its folder."""
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist. {CONFIG_HINT}")
@@ -416,9 +454,10 @@ def _base_name(name: str, settings: Mapping[str, Any]) -> str:
     return re.sub(rf"^([a-z_]+\.)*?(?={base}\.|lm_head\.)", "", name)
 
 
-def _compare(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], origin: Path) -> None:
-    unknown = sorted(found.keys() - expected.keys())
-    missing = sorted(expected.keys() - found.keys())
+def _compare(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]], origin: Path) -> None:
+    """Raise a `CheckpointError` if names or shapes of tensors differ from those of the model."""
+    unknown = sorted(actual.keys() - expected.keys())
+    missing = sorted(expected.keys() - actual.keys())
     if unknown or missing:
         problem = "unknown" if unknown else "missing"
         names = unknown or missing
@@ -427,8 +466,8 @@ def _compare(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[
             f"{origin} does not fit the config: {problem} tensors {', '.join(names[:_MAX_NAMES])}{more}. {CONFIG_HINT}"
         )
     for name, shape in expected.items():
-        if found[name] != shape:
-            raise CheckpointError(f"{origin}: {name} has the shape {found[name]}, and the config expects {shape}.")
+        if actual[name] != shape:
+            raise CheckpointError(f"{origin}: {name} has the shape {actual[name]}, and the config expects {shape}.")
 
 
 @contextmanager

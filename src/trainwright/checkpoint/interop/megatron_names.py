@@ -33,12 +33,13 @@ _JOINED_NORMS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 _Layout = Literal["qkv", "gated", "column", "vocabulary", "row", "same"]
-# Layout → the dimension that tensor parallelism divides. None: every rank has the full tensor.
+# Layout → the dimension that tensor parallelism divides. None means that every rank has the full tensor. All shapes are
+# (outputs, inputs) in megatron-core.
 _DIVIDED: dict[_Layout, int | None] = {
-    "qkv": 0,
-    "gated": 0,
+    "qkv": 0,  # joined queries, keys and values; ranks divide the groups of heads
+    "gated": 0,  # joined gate and up projection; ranks divide each of the two
     "column": 0,
-    "vocabulary": 0,
+    "vocabulary": 0,  # embedding and output layer, which may have rows of padding at the end
     "row": 1,
     "same": None,
 }
@@ -60,14 +61,14 @@ def joined_norms(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model.
+    """Sizes of a model, from which the names and shapes of its weights follow (see `weights`).
 
     Attributes:
         kind: the `model_type` in transformers.
         layers: number of layers.
         hidden: size of the hidden states.
         heads: number of query heads.
-        groups: number of key-value heads.
+        groups: number of key-value heads. Each is shared by `heads // groups` query heads.
         head: size of a head.
         mlp: size of the hidden states in the MLP.
         vocabulary: number of rows of the embedding.
@@ -88,7 +89,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], origin: object) -> ModelShape:
-        """Return the sizes in the content of a `config.json`. Error messages name `origin` as the file."""
+        """Return the sizes in the content of a `config.json`. Error messages name `origin` as the file.
+
+        Raises a `CheckpointError` if a size is missing or the model is not supported.
+        """
         kind = config.get("model_type")
         is_gpt2 = kind == "gpt2"
         if not is_gpt2 and kind not in LLAMA_LIKE:
@@ -107,7 +111,10 @@ class ModelShape:
             raise CheckpointError(f"{origin}: expected positive integers for {', '.join(missing)}.")
         if config.get("quantization_config"):
             raise CheckpointError(f"{origin} has a quantization_config. Convert the unquantized model.")
-        layers, hidden, heads = (config[key] for key in keys)
+        layers_key, hidden_key, heads_key = keys
+        layers = config[layers_key]
+        hidden = config[hidden_key]
+        heads = config[heads_key]
         # A file may lack these keys. For several of them, null means the default.
         if is_gpt2:
             groups = heads
@@ -135,7 +142,11 @@ class ModelShape:
         )
 
     def check_parallel(self, tp: int, pp: int, vocabulary: int) -> None:
-        """Raise a `ConfigurationError` if `tp` or `pp` does not divide the model, or `vocabulary` is too small."""
+        """Raise a `ConfigurationError` if the model cannot be divided over `tp` ranks and `pp` stages.
+
+        `vocabulary` is the number of rows of the embedding with padding. `tp` must divide it, and it must not be
+        smaller than the model's vocabulary.
+        """
         for name, size in {"heads": self.heads, "key-value heads": self.groups, "MLP width": self.mlp}.items():
             if size % tp:
                 raise ConfigurationError(f"tp={tp} does not divide the model's {name} ({size}).")
@@ -144,6 +155,7 @@ class ModelShape:
         if vocabulary < self.vocabulary:
             raise ConfigurationError(f"vocab={vocabulary} is smaller than the model's vocabulary ({self.vocabulary}).")
         if vocabulary % tp:
+            # Megatron's `--make-vocab-size-divisible-by` has the default 128, times the tensor-parallel size.
             padded = math.ceil(vocabulary / (128 * tp)) * 128 * tp
             raise ConfigurationError(
                 f"tp={tp} does not divide the vocabulary ({vocabulary}). Pad it: vocab={padded} is what Megatron uses "
@@ -219,8 +231,8 @@ class ModelShape:
         yield self._weight(f"{core}mlp.linear_fc1.weight", "gated", (2 * self.mlp, hidden), *gate_and_up)
         yield self._weight(f"{core}mlp.linear_fc2.weight", "row", (hidden, self.mlp), f"{hf}mlp.down_proj.weight")
 
-    def _weight(self, name: str, layout: _Layout, shape: tuple[int, ...], *names: str) -> ModelWeight:
-        return ModelWeight(name, layout, shape, names, self)
+    def _weight(self, name: str, layout: _Layout, shape: tuple[int, ...], *hf_names: str) -> ModelWeight:
+        return ModelWeight(name, layout, shape, hf_names, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +240,11 @@ class ModelWeight:
     """A weight of megatron-core, and the weights of transformers that are joined in it.
 
     Attributes:
-        name: name in megatron-core.
+        name: name in megatron-core, as with `--transformer-impl local`.
         layout: how projections are joined in the tensor, and which dimension is divided; see `_DIVIDED`.
-        shape: shape of the full tensor, without padding of the vocabulary.
-        names: names in transformers, without the prefix `model.` or `transformer.`.
+        shape: shape of megatron-core's full tensor, without padding of the vocabulary.
+        names: names in transformers, without the prefix `model.` or `transformer.`, in the order in which the tensors
+            are joined. There are three or one for `"qkv"`, two for `"gated"`, and one for other layouts.
         model: the sizes of the model.
     """
 
@@ -243,7 +256,10 @@ class ModelWeight:
 
     @property
     def _is_transposed(self) -> bool:
-        """Return whether transformers stores the weight as (inputs, outputs): the `Conv1D` layers of GPT-2."""
+        """Return whether transformers stores the weight as (inputs, outputs).
+
+        The `Conv1D` layers of GPT-2 do so. Their names are `c_attn`, `c_proj` and `c_fc`.
+        """
         return self.model.kind == "gpt2" and ".c_" in self.names[0] and len(self.shape) == 2
 
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -269,10 +285,12 @@ class ModelWeight:
             parts = list(tensor.chunk(2))
         elif self.layout == "qkv":
             groups = self.model.groups
-            queries = self.model.heads // groups
+            queries = self.model.heads // groups  # query heads of one group
+            # Each group has its queries, one key and one value; see `join`.
             grouped = tensor.reshape(groups, queries + 2, self.model.head, *tensor.shape[1:])
             parts = [part.flatten(0, 2) for part in torch.split(grouped, [queries, 1, 1], dim=1)]
             if len(self.names) == 1:
+                # GPT-2 has one projection: all queries, then all keys, then all values.
                 parts = [torch.cat(parts)]
         if self._is_transposed:
             parts = [part.T for part in parts]
@@ -284,7 +302,7 @@ class ModelWeight:
         return {name: tuple(tensor.shape) for name, tensor in meta.items()}
 
     def divide(self, tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
-        """Return the shards of megatron-core's full tensor for `tp` tensor-parallel ranks."""
+        """Return the shards of megatron-core's full tensor for `tp` tensor-parallel ranks, as views where possible."""
         dim = _DIVIDED[self.layout]
         if dim is None:
             return [tensor] * tp
@@ -295,7 +313,7 @@ class ModelWeight:
         return list(tensor.chunk(tp, dim))
 
     def undivide(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the tensors of all tensor-parallel ranks into the full tensor."""
+        """Join the tensors of all tensor-parallel ranks into megatron-core's full tensor, including padding."""
         dim = _DIVIDED[self.layout]
         if dim is None or len(shards) == 1:
             return shards[0]
@@ -313,21 +331,33 @@ class ModelWeight:
 def config_from_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a transformers config for the arguments in a checkpoint of Megatron.
 
-    Returns None if sizes are missing, or if the model is not like one of the supported models.
+    Returns None if sizes are missing, or if the model is neither a GPT-2 nor like Llama, Qwen2 or Qwen3.
     """
     vocabulary = args.get("vocab_size") or args.get("padded_vocab_size")
     names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "max_position_embeddings")
-    for size in (vocabulary, *(args.get(name) for name in names)):
-        if type(size) is not int:
-            return None
+    sizes = [vocabulary, *(args.get(name) for name in names)]
+    if any(type(size) is not int for size in sizes):
+        return None
     shared = {
         "vocab_size": vocabulary,
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
     }
-    style = [args.get(name) for name in ("position_embedding_type", "normalization", "swiglu", "add_bias_linear")]
-    if style == ["learned_absolute", "LayerNorm", False, True]:
+    parts = {name: args.get(name) for name in ("position_embedding_type", "normalization", "swiglu", "add_bias_linear")}
+    gpt2_parts = {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "add_bias_linear": True,
+    }
+    llama_parts = {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+    }
+    if parts == gpt2_parts:
         return _gpt2_config(args) | shared
-    if style == ["rope", "RMSNorm", True, False] and not _has_unsupported_parts(args):
+    if parts == llama_parts and not _has_unsupported_parts(args):
         return _llama_config(args) | shared
     return None
 
@@ -364,7 +394,7 @@ def _llama_config(args: Mapping[str, Any]) -> dict[str, Any]:
         kind = "llama"
     heads = args["num_attention_heads"]
     groups = heads
-    # Megatron's `num_query_groups` has a default of 1, which counts only with `group_query_attention`.
+    # Megatron's `num_query_groups` has the default 1, which is used only with `group_query_attention`.
     if args.get("group_query_attention"):
         groups = args.get("num_query_groups") or heads
     return {

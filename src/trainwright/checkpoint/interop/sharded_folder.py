@@ -26,19 +26,24 @@ from trainwright.core.names.hidden_names import plain_name
 FSDP_MODEL = "pytorch_model_fsdp_"  # prefix of Accelerate's folder of a model, before its number
 _FSDP_OPTIMIZER = "optimizer_"
 _LIGHTNING_META = "meta.pt"
-_WEIGHTS = ("model", "state_dict", "model_state_dict", "app")  # keys of the weights in a state dict
+# Keys of the weights in a state dict. The first that exists is used.
+_WEIGHTS = ("model", "state_dict", "model_state_dict", "app")
+# Keys of an optimizer, such as `optimizer`, `optimizer_0` or `optim1`.
 _OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_?(\d+))?")
 
 
 def read_sharded(path: Path) -> Sharded | None:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, also as Accelerate or Lightning save it.
 
-    Returns None for other folders. A folder without weights raises a `CheckpointError`.
+    Returns None for other folders. Raises a `CheckpointError` if files are missing or damaged, or if the folder has no
+    weights.
     """
+    # Files `*.distcp` without `.metadata` are an incomplete checkpoint, for which `read_dcp` raises.
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return _from_dcp(path, read_dcp(path))
     if (path / f"{FSDP_MODEL}0").is_dir():
-        # Accelerate has one folder for the model and one for each optimizer, such as `optimizer_0`.
+        # Accelerate has one folder for the model and one for each optimizer, such as `optimizer_0`. The folder's name
+        # is the key that `_from_dcp` expects.
         tree = read_dcp(path / f"{FSDP_MODEL}0")
         for entry in sorted(path.glob(f"{_FSDP_OPTIMIZER}*")):
             if entry.is_dir():
@@ -49,6 +54,7 @@ def read_sharded(path: Path) -> Sharded | None:
 
 
 def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
+    """Find weights and optimizers in a state dict of torch.distributed.checkpoint, which was read from `path`."""
     app = tree.get("app")
     if isinstance(app, Mapping):  # an object with state_dict(), as in torch's tutorial
         tree = {**tree, **app}
@@ -58,19 +64,21 @@ def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
             f"{path} has no weights under {', '.join(_WEIGHTS)}: it has {', '.join(list(tree)[:10]) or 'nothing'}. "
             f"For Accelerate's save_state pass {FSDP_MODEL}0, or its parent folder, which also has the optimizer."
         )
-    # The number in a key is the optimizer's position: `optimizer_10` comes after `optimizer_2`.
-    optimizers: list[tuple[int, Any]] = []
+    # The number in a key is the optimizer's position: `optimizer_10` comes after `optimizer_2`. A key without a number
+    # is the first.
+    numbered_optimizers: list[tuple[int, Any]] = []
     for key, state in tree.items():
         match = _OPTIMIZER.fullmatch(key)
         if match and isinstance(state, Mapping) and "param_groups" in state:
-            optimizers.append((int(match[1] or 0), state))
-    optimizers.sort(key=lambda numbered: numbered[0])
+            numbered_optimizers.append((int(match[1] or 0), state))
+    numbered_optimizers.sort(key=lambda item: item[0])
+    # Lightning's file of the values that are not sharded.
     meta = path / _LIGHTNING_META
     progress = read_torch_file(meta)[0] if meta.is_file() else {}
     return Sharded(
         "torch.distributed",
         weights,
-        [state for _, state in optimizers],
+        [state for _, state in numbered_optimizers],
         progress=progress,
         schedulers=list(progress.get("lr_schedulers") or []),
     )
@@ -86,9 +94,13 @@ def _find_weights(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def accelerate_rng(saved: Any) -> dict[str, Any]:
-    """Return one rank's RNG states of Accelerate in the form of `core.rng.rng_state`. Empty if a state is missing."""
+    """Return one rank's RNG states of Accelerate in the form of `core.rng.rng_state`.
+
+    `saved` is the content of a file `random_states_N.pkl`. The result is empty if a state is missing. States of
+    generators on devices are not converted.
+    """
     try:
-        # The tuple of `numpy.random.get_state()`, and the dict of `get_state(legacy=False)`.
+        # Accelerate saves the tuple of numpy's `get_state()`. The result has the dict of `get_state(legacy=False)`.
         name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
         numpy = {
             "bit_generator": name,
@@ -111,16 +123,24 @@ def merge_weights(
 ) -> list[Path]:
     """Write the weights of a sharded checkpoint as a model in Hugging Face's layout.
 
-    Call this function on one process. Blocks on the disk. The extra memory is one tensor. Returns the written files,
-    with the index, if any, as the last. If `source` is not a folder, a FileNotFoundError is raised.
+    Call this function on one process. Blocks on the disk. The extra memory is one tensor or, with `safe=False`, one
+    file.
 
     Args:
         source: a Trainwright checkpoint, or a folder of torch.distributed.checkpoint, of DeepSpeed, or of Accelerate's
             `save_state` with sharded weights.
         target: a folder, which is created if needed. A previous model in this folder is replaced. Other files remain.
-        safe: write safetensors. False writes `pytorch_model.bin`.
-        max_shard_bytes: largest total size of the tensors in one file.
-        remove_source: delete `source` once the weights are on the disk.
+        safe: write safetensors. False writes `pytorch_model.bin`. Default: True.
+        max_shard_bytes: largest total size of the tensors in one file. A larger tensor gets its own file.
+        remove_source: delete `source` once the weights are on the disk. Default: False.
+
+    Returns:
+        The written files. The index, if the model has one, is the last.
+
+    Raises:
+        FileNotFoundError: `source` is not a folder.
+        CheckpointError: `source` is damaged or has no shards, `target` cannot be written, or `target` is within
+            `source`, which `remove_source` would delete.
     """
     source = Path(source)
     target = Path(target)
@@ -142,7 +162,10 @@ def merge_weights(
 
 
 def _foreign_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Return the weights, and tied name → first name."""
+    """Return the weights of another program's checkpoint by name, and tied name → first name.
+
+    Entries of the state dict that are not tensors are skipped.
+    """
     sharded = read_sharded(source)
     if sharded is None:
         raise CheckpointError(
@@ -170,5 +193,5 @@ def _foreign_weights(source: Path) -> tuple[dict[str, Weight], dict[str, str]]:
 
 
 def _in_one_part(load: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor as `Weight.read` does, which may yield several parts."""
+    """Yield all elements of a tensor as one part. A function `Weight.read` may yield several parts."""
     yield load().reshape(-1)

@@ -3,9 +3,10 @@
 A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle. Files of torch before 1.6 are several consecutive
 pickles, followed by the storages. Unpickling calls every function that the pickle names.
 
-This module only parses the pickle (see `pickle_parser`): each import and each call becomes a placeholder. It then
-replaces placeholders with known names (tensors, plain containers, numbers) by values. Other placeholders and their
-arguments remain as they are, so that they can be skipped even if they contain something that cannot be read. The memory
+This module reads a file in two passes. `pickle_parser` parses the pickle: each import and each call becomes a
+placeholder. `_Interpreter` then replaces placeholders with known names (tensors, plain containers, numbers) by values;
+`_REFERENCES` and `_CALLS` at the end of this file list these names. Other placeholders and their arguments remain as
+they are, so that they can be skipped even if they contain something that cannot be read. The memory
 that a small file can use is limited. `torch.load(weights_only=True)` limits neither memory nor time, and a crafted file
 could corrupt memory before torch 2.10 (CVE-2026-24747); torch 2.9 is supported.
 
@@ -43,17 +44,25 @@ from trainwright.core.errors import CheckpointError
 MAX_PICKLE_BYTES = 128 * 2**20
 # Limit on all values. Each counts once per reference; text also counts by its length.
 MAX_VALUES = 8_000_000
-_TEXT_OF_A_VALUE = 32  # characters that count as one value
-# Views can repeat elements. The tensors of a file may have at most this many times its size.
-_FILE_SIZES = 4
-_FREE_BYTES = 16 * 2**20
-_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of name and extra field, at the end of a local header
+_CHARACTERS_PER_VALUE = 32  # of text, which count as one value
+# Views can repeat elements. A file of 1 GiB may have tensors with 4 GiB + 16 MiB in total.
+_MAX_TIMES_FILE_SIZE = 4
+_ADDITIONAL_BYTES = 16 * 2**20
+# The last fields of the header of a zip entry: the lengths of the name and of the extra field, which follow the header.
+_LOCAL_HEADER = struct.Struct("<26xHH")
 
-_FORMER_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first pickle of torch before 1.6
-_HEAD_BYTES = 32
-_FORMER_VERSION = 1001
+# The first pickle of a file of torch before 1.6: its magic number 0x1950a86a20f9469cfc6c.
+_LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_MAGIC_END = 32  # bytes at the beginning of the file that contain it
+_LEGACY_VERSION = 1001
 
-_Place = tuple[Any, int, int]  # of a storage: the bytes that contain it, its offset in them, and its length
+
+class _Place(NamedTuple):
+    """The location of a storage: `num_bytes` from the offset `start` of `data`, a 1-D uint8 array."""
+
+    data: Any
+    start: int
+    num_bytes: int
 
 
 def read_torch_file(
@@ -63,31 +72,33 @@ def read_torch_file(
 
     Args:
         path: a file of `torch.save`, written on a little-endian machine, also by torch before 1.6.
-        mapped: False reads every tensor into memory.
+        mapped: False copies every tensor into memory. Default: True.
         span: first byte and length of a zip archive in the file. The archive is read into memory. Default: None, which
             reads the complete file.
 
     Returns:
-        The tree, and the sorted names of unsupported objects. In the tree, such objects are placeholders, subclasses
-            of dict are dicts, and parameters are tensors. Tensors are on the CPU. Tensors that shared a storage share
-            memory. Writing to a mapped tensor does not change the file. The file must keep its length while mapped
-            tensors are used.
+        The tree, and the sorted names of unsupported objects. In the tree, such objects are placeholders, parameters
+            are tensors, and OrderedDicts, Lightning's AttributeDicts and Namespaces are dicts. Tensors are on the CPU.
+            Tensors that shared a storage share memory. Writing to a mapped tensor does not change the file. The file
+            must keep its length while mapped tensors are used.
 
     Raises:
-        CheckpointError: the file has another format (a bare pickle, a TorchScript archive), is damaged, or has more
-            than `MAX_VALUES` values or tensors much larger than the file.
+        CheckpointError: the file is missing, has another format (a bare pickle, a TorchScript archive), is damaged, or
+            has more than `MAX_VALUES` values, a pickle of more than `MAX_PICKLE_BYTES`, or tensors much larger than
+            the file.
     """
     check_regular(path)
     try:
         if span is not None:
-            data: Any = np.fromfile(path, np.uint8, offset=span[0], count=span[1])
+            offset, length = span
+            data: Any = np.fromfile(path, np.uint8, offset=offset, count=length)
             with zipfile.ZipFile(io.BytesIO(data.data)) as archive:
                 reader, tree = _read_archive(path, archive, data, mapped)
         elif zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 reader, tree = _read_archive(path, archive, _map(path), mapped)
         else:
-            reader, tree = _read_former(path, mapped)
+            reader, tree = _read_legacy(path, mapped)
     except CheckpointError as error:
         if str(path) in str(error):
             raise
@@ -107,6 +118,7 @@ def _map(path: pathlib.Path) -> Any:
 
 def _read_archive(path: pathlib.Path, archive: zipfile.ZipFile, data: Any, mapped: bool) -> tuple[_Interpreter, Any]:
     """Read a zip archive, which has a pickle, and an entry for each storage."""
+    # All entries are in one folder, whose name varies: `archive/data.pkl`, `archive/data/0`, ...
     entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     if "constants.pkl" in entries:
         raise CheckpointError(
@@ -124,11 +136,13 @@ def _read_archive(path: pathlib.Path, archive: zipfile.ZipFile, data: Any, mappe
     def find(key: str) -> _Place:
         info = entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
-            storages.take(info.file_size)
-            return np.frombuffer(bytearray(archive.read(info)), np.uint8), 0, info.file_size
-        start = info.header_offset + _LOCAL_HEADER.size
-        header = data[info.header_offset : start].tobytes()
-        return data, start + sum(_LOCAL_HEADER.unpack(header)), info.file_size
+            # The decompressed storage counts before it is allocated. `storages` is assigned below, before any call.
+            storages.count_bytes(info.file_size)
+            return _Place(np.frombuffer(bytearray(archive.read(info)), np.uint8), 0, info.file_size)
+        header_end = info.header_offset + _LOCAL_HEADER.size
+        header = data[info.header_offset : header_end].tobytes()
+        name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        return _Place(data, header_end + name_length + extra_length, info.file_size)
 
     storages = _Storages(path, mapped, find)
     tree, _, _ = parse_pickle(archive.read(info), limit=MAX_PICKLE_BYTES, origin=str(path))
@@ -136,49 +150,50 @@ def _read_archive(path: pathlib.Path, archive: zipfile.ZipFile, data: Any, mappe
     return reader, reader.value(tree)
 
 
-def _read_former(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
+def _read_legacy(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
     """Read a file of torch before 1.6.
 
     The file has five pickles: a magic number, a version, machine information, the tree, and the keys of the storages.
-    The storages follow, each as the number of elements (8 bytes) and the elements.
+    The storages follow in the order of the keys, each as the number of elements (8 bytes) and the elements.
     """
     with open(path, "rb") as file:
-        if _FORMER_NUMBER not in file.read(_HEAD_BYTES):
+        if _LEGACY_MAGIC not in file.read(_LEGACY_MAGIC_END):
             raise CheckpointError(
                 f"{path} is neither an archive of torch.save nor in its format before 1.6: it is a bare pickle "
                 "(pickle.dump, or torch before 0.1.10), or damaged. A bare pickle can only be executed. If you trust "
                 "its author, load it with torch.load(…, weights_only=False) and save its tensors again."
             )
     data = _map(path)
-    end = 0
-    values: list[Any] = []
-    found: list[Placeholder] = []
-    for number in range(5):
-        value, end, storages = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=str(path))
-        values.append(value)
-        found += storages
-        is_little = isinstance(value, dict) and value.get("little_endian") is True
-        if number == 2 and (values[1] != _FORMER_VERSION or not is_little):
-            raise CheckpointError(
-                f"{path} does not have version {_FORMER_VERSION} of its format, or was not written on a little-endian "
-                "machine."
-            )
+    origin = str(path)
+    # `end` is the offset after what has been read. The limit is for all five pickles together.
+    _magic, end, _ = parse_pickle(data, limit=MAX_PICKLE_BYTES, origin=origin)
+    version, end, _ = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=origin)
+    machine, end, _ = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=origin)
+    is_little_endian = isinstance(machine, dict) and machine.get("little_endian") is True
+    if version != _LEGACY_VERSION or not is_little_endian:
+        raise CheckpointError(
+            f"{path} does not have version {_LEGACY_VERSION} of its format, or was not written on a little-endian "
+            "machine."
+        )
+    tree, end, storages = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=origin)
+    keys, end, _ = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=origin)
     dtypes: dict[str, torch.dtype | None] = {}
-    for storage in found:
-        kind, key, _, _ = _parts_of(storage)
-        dtypes[key] = _STORAGE_DTYPES[kind]
+    for placeholder in storages:
+        storage = _StorageReference.of(placeholder)
+        dtypes[storage.key] = _STORAGE_DTYPES[storage.class_name]
     places: dict[str, _Place] = {}
-    for key in values[4]:
+    for key in keys:
         if not isinstance(key, str):
             raise ValueError(f"the key of a storage is a {type(key).__name__}")
         start = end + 8
-        num_bytes = int.from_bytes(data[end:start].tobytes(), "little") * (dtypes[key] or torch.uint8).itemsize
-        places[key] = data, start, num_bytes
-        end = start + num_bytes
+        num_elements = int.from_bytes(data[end:start].tobytes(), "little")
+        dtype = dtypes[key] or torch.uint8  # an untyped storage counts bytes
+        places[key] = _Place(data, start, num_elements * dtype.itemsize)
+        end = start + places[key].num_bytes
         if end > len(data):
             raise CheckpointError(f"{path} is truncated: the storage {key!r} extends beyond its end.")
     reader = _Interpreter(_Storages(path, mapped, places.__getitem__))
-    return reader, reader.value(values[3])
+    return reader, reader.value(tree)
 
 
 class _Storages:
@@ -187,25 +202,29 @@ class _Storages:
     Args:
         path: the file.
         mapped: False copies the storages.
-        find: function that returns the location of a storage in the file.
+        find: function that returns the location of a storage by its key. It is called on the storage's first use, and
+            raises a KeyError for an unknown key.
     """
 
     def __init__(self, path: pathlib.Path, mapped: bool, find: Callable[[str], _Place]) -> None:
         self._path = path
         self._mapped = mapped
         self._find = find
-        self._size = path.stat().st_size
-        self._taken = 0
-        self._read: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._file_bytes = path.stat().st_size
+        self._tensor_bytes = 0  # of all tensors so far
+        # 1-D tensors of complete storages, of which all tensors are views, by key and dtype. Tensors of several dtypes
+        # may use an untyped storage.
+        self._flat_tensors: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def take(self, num_bytes: int) -> None:
+    def count_bytes(self, num_bytes: int) -> None:
         """Add bytes to the total size of tensors. Raise a `CheckpointError` if the total exceeds the limit."""
-        self._taken += num_bytes
-        limit = _FILE_SIZES * self._size + _FREE_BYTES
-        if self._taken > limit:
+        self._tensor_bytes += num_bytes
+        limit = _MAX_TIMES_FILE_SIZE * self._file_bytes + _ADDITIONAL_BYTES
+        if self._tensor_bytes > limit:
             raise CheckpointError(
-                f"{self._path} has {self._size} bytes, and its tensors have more than {limit}, the limit for a file of "
-                "this size: they repeat elements. If you trust its author, save contiguous copies of its tensors."
+                f"{self._path} has {self._file_bytes} bytes, and its tensors have more than {limit}, the limit for a "
+                "file of this size: they repeat elements. If you trust its author, save contiguous copies of its "
+                "tensors."
             )
 
     def tensor(
@@ -213,14 +232,19 @@ class _Storages:
     ) -> torch.Tensor:
         """Check that a storage contains all elements of a tensor, and build the tensor.
 
-        `dtype` is used if the storage is untyped.
+        Args:
+            storage: the placeholder of the storage.
+            dtype: the tensor's dtype if the storage is untyped. It has no effect for other storages.
+            offset: first element in the storage.
+            sizes: shape of the tensor.
+            strides: strides of the tensor, in elements.
         """
         flat = self._flat(storage, dtype)
         if len(sizes) != len(strides):
             raise ValueError(f"a tensor of sizes {sizes} and strides {strides}")
-        num = math.prod(sizes)
-        self.take(num * flat.itemsize)
-        if num == 0:
+        num_elements = math.prod(sizes)
+        self.count_bytes(num_elements * flat.itemsize)
+        if num_elements == 0:
             return torch.empty(sizes, dtype=flat.dtype)
         last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         if last >= flat.numel():
@@ -230,62 +254,97 @@ class _Storages:
             )
         return torch.as_strided(flat, sizes, strides, offset)
 
-    def _flat(self, storage: object, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the 1-D tensor of a storage's placeholder."""
-        kind, key, num, view = _parts_of(storage)
-        own = _STORAGE_DTYPES[kind]
-        wanted = own or dtype
-        if wanted is None:
+    def _flat(self, placeholder: object, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the 1-D tensor of a storage's placeholder. `dtype` is used if the storage is untyped."""
+        storage = _StorageReference.of(placeholder)
+        storage_dtype = _STORAGE_DTYPES[storage.class_name]
+        num_elements = checked_size(storage.size)
+        if storage_dtype is not None:
+            dtype = storage_dtype
+        elif dtype is None:
             raise ValueError("a tensor without a dtype")
-        # An untyped storage counts bytes.
-        count = checked_size(num) if own is not None else checked_size(num) // wanted.itemsize
-        if (key, wanted) not in self._read:
-            self._read[key, wanted] = self._elements(key, wanted, count)
-        flat = self._read[key, wanted]
-        if view is None:
+        else:
+            num_elements //= dtype.itemsize  # the size of an untyped storage is in bytes
+        if (storage.key, dtype) not in self._flat_tensors:
+            self._flat_tensors[storage.key, dtype] = self._elements(storage.key, dtype, num_elements)
+        flat = self._flat_tensors[storage.key, dtype]
+        if storage.view is None:
             return flat
-        _, start, length = view  # torch before 0.4 pickled views of storages
+        _, start, length = storage.view
         return flat[checked_size(start) : checked_size(start) + checked_size(length)]
 
-    def _elements(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
-        data, start, size = self._find(key)
-        need = num * dtype.itemsize
-        if size < need:
-            raise CheckpointError(f"{self._path}: the storage {key!r} has {size} bytes, expected {need}.")
-        if start + need > len(data):
+    def _elements(self, key: str, dtype: torch.dtype, num_elements: int) -> torch.Tensor:
+        place = self._find(key)
+        needed = num_elements * dtype.itemsize
+        if place.num_bytes < needed:
+            raise CheckpointError(f"{self._path}: the storage {key!r} has {place.num_bytes} bytes, expected {needed}.")
+        end = place.start + needed
+        if end > len(place.data):
             raise CheckpointError(f"{self._path} is truncated: the storage {key!r} extends beyond its end.")
-        if num == 0:
+        if num_elements == 0:
             return torch.empty(0, dtype=dtype)
-        part = data[start : start + need]
-        if not self._mapped or start % dtype.itemsize:  # elements must be aligned
-            part = part.copy()
-        return torch.frombuffer(part, dtype=dtype)
+        content = place.data[place.start : end]
+        if not self._mapped or place.start % dtype.itemsize:  # elements must be aligned
+            content = content.copy()
+        return torch.frombuffer(content, dtype=dtype)
 
 
-def _parts_of(storage: object) -> tuple[str, str, Any, Any]:
-    """Return the class name, key, number of elements and view of a storage's placeholder."""
-    if type(storage) is not Placeholder or storage.name != STORAGE or storage.args is None:
-        raise ValueError("a tensor without a storage")
-    _, kind, key, _, num, *view = storage.args[0]
-    if type(kind) is not Placeholder or type(key) is not str:
-        raise ValueError("a storage without a type and a key")
-    return kind.name, key, num, view[0] if view else None
+class _StorageReference(NamedTuple):
+    """The reference to a storage in a pickle.
+
+    Attributes:
+        class_name: key of `_STORAGE_DTYPES`.
+        key: name of the storage in the file.
+        size: number of elements, or of bytes for an untyped storage. It is not checked.
+        view: key, first element and length of a part of the storage, as torch before 0.4 saved views of storages. None
+            for the complete storage.
+    """
+
+    class_name: str
+    key: str
+    size: Any
+    view: Any
+
+    @classmethod
+    def of(cls, placeholder: object) -> _StorageReference:
+        if type(placeholder) is not Placeholder or placeholder.name != STORAGE or placeholder.args is None:
+            raise ValueError("a tensor without a storage")
+        # The persistent id: ("storage", class, key, device, size). Files of torch before 1.6 have a sixth item,
+        # the view or None.
+        _, kind, key, _device, size, *view = placeholder.args[0]
+        if type(kind) is not Placeholder or type(key) is not str:
+            raise ValueError("a storage without a type and a key")
+        return cls(kind.name, key, size, view[0] if view else None)
 
 
-class _Made(NamedTuple):
+class _Result(NamedTuple):
+    """The value of a placeholder or container.
+
+    Attributes:
+        value: the value.
+        num_values: number of values in it, including itself. Each further reference adds this number.
+        source: the placeholder or container. This reference keeps it alive, so that no other object has its id.
+    """
+
     value: Any
-    num_values: int  # in it
-    source: Any  # keeps the object alive, so that no other object has its id
+    num_values: int
+    source: Any
 
 
 class _Interpreter:
-    """An interpreter that replaces placeholders with supported names by values, and collects unsupported names."""
+    """An interpreter that replaces placeholders with supported names by values, and collects unsupported names.
+
+    Attributes:
+        storages: the storages of the file.
+        unknown: names of unsupported objects so far.
+    """
 
     def __init__(self, storages: _Storages) -> None:
         self.storages = storages
         self.unknown: set[str] = set()
-        # By the id of a placeholder or container, which cannot be hashed. It preserves shared objects.
-        self._made: dict[int, _Made] = {}
+        # By the id of a placeholder or container, which cannot be hashed. An object that the file refers to several
+        # times has one result, so that tensors and containers remain shared.
+        self._results: dict[int, _Result] = {}
         self._open: set[int] = set()  # ids of the containers around the current value
         self._count = 0  # number of values so far
 
@@ -297,38 +356,39 @@ class _Interpreter:
         """
         kind = type(value)
         if kind not in _SHARED:
-            self._add_count(1 + _length_of(value) // _TEXT_OF_A_VALUE)
+            self._add_count(1 + _length_of(value) // _CHARACTERS_PER_VALUE)
             return value
-        known = self._made.get(id(value))
+        known = self._results.get(id(value))
         if known is not None:
             self._add_count(known.num_values)
             return known.value
         if id(value) in self._open:
             raise CheckpointError("a container in the file contains itself. The file is damaged or malicious.")
-        before = self._count
+        count_before = self._count
         self._add_count(1)
         self._open.add(id(value))
         if kind is Placeholder:
-            made = self._replaced(value)
+            result = self._replaced(value)
         elif kind is dict:
-            made = {self.value(key): self.value(item) for key, item in value.items()}
+            result = {self.value(key): self.value(item) for key, item in value.items()}
         else:
-            made = kind(self.value(item) for item in value)
+            result = kind(self.value(item) for item in value)
         self._open.discard(id(value))
-        self._made[id(value)] = _Made(made, self._count - before, value)
-        return made
+        self._results[id(value)] = _Result(result, self._count - count_before, value)
+        return result
 
     def _replaced(self, placeholder: Placeholder) -> Any:
-        if placeholder.args is None and placeholder.name in _REFERENCES:
+        is_call = placeholder.args is not None
+        if not is_call and placeholder.name in _REFERENCES:
             return _REFERENCES[placeholder.name]
-        if placeholder.args is not None and placeholder.name in _MAKERS:
-            return _MAKERS[placeholder.name](self, placeholder)
+        if is_call and placeholder.name in _CALLS:
+            return _CALLS[placeholder.name](self, placeholder)
         return self.unsupported(placeholder)
 
     def arguments(self, call: Placeholder) -> tuple[Any, ...]:
         """Return the values of a call's arguments."""
-        found: tuple[Any, ...] = self.value(call.args)
-        return found
+        values: tuple[Any, ...] = self.value(call.args)
+        return values
 
     def unsupported(self, placeholder: Placeholder) -> Placeholder:
         """Collect the name of an unsupported object, and return its placeholder."""
@@ -351,13 +411,18 @@ def _length_of(value: object) -> int:
     return value.bit_length() // 8 if type(value) is int else 0
 
 
+# The functions below return the value of a call. They have the signature `_Function`.
+
+
 def _tensor(reader: _Interpreter, call: Placeholder) -> torch.Tensor:
+    """Return the tensor of `_rebuild_tensor_v2`, or of `_rebuild_tensor_v3`, which has a dtype as its 7th argument."""
+    # `reader.value` is not called for the storage, whose placeholder has no value.
     storage, offset, size, stride, _requires_grad, _hooks, *rest = call.args or ()
     dtype = STORABLE_DTYPES[rest.pop(0).name] if call.name.endswith("_v3") else None
     sizes = checked_sizes(reader.value(size))
     strides = checked_sizes(reader.value(stride))
     tensor = reader.storages.tensor(storage, dtype, checked_size(offset), sizes, strides)
-    # torch saves lazily conjugated or negated views with these flags.
+    # The last argument may be a dict. torch saves lazily conjugated or negated views with these flags in it.
     flags = rest[0] if rest else None
     if isinstance(flags, dict) and flags.get("conj"):
         tensor = tensor.conj()
@@ -380,23 +445,31 @@ def _tensor_with_attributes(reader: _Interpreter, call: Placeholder) -> Any:
 
 
 def _items(reader: _Interpreter, call: Placeholder) -> dict[Any, Any]:
+    """Return the items that the pickle sets after the call."""
     return {checked_key(reader.value(key)): reader.value(value) for key, value in call.pairs}
 
 
 def _dict(reader: _Interpreter, call: Placeholder) -> dict[Any, Any]:
-    first, *_ = reader.arguments(call) or ({},)
+    """Return the dict of a call without arguments, or with a dict or key-value pairs."""
+    arguments = reader.arguments(call)
+    first = arguments[0] if arguments else {}
     pairs = first.items() if isinstance(first, dict) else first
-    made = {checked_key(key): value for key, value in pairs}
-    return made | _items(reader, call)
+    items = {checked_key(key): value for key, value in pairs}
+    return items | _items(reader, call)
 
 
 def _default_dict(reader: _Interpreter, call: Placeholder) -> Any:
-    factory, *_ = reader.arguments(call) or (None,)
-    return factory if isinstance(factory, Placeholder) else defaultdict(factory, _items(reader, call))
+    arguments = reader.arguments(call)
+    factory = arguments[0] if arguments else None
+    if isinstance(factory, Placeholder):
+        # An unsupported factory, whose name has been collected. The dict is skipped with it.
+        return factory
+    return defaultdict(factory, _items(reader, call))
 
 
 def _set(reader: _Interpreter, call: Placeholder) -> set[Any]:
-    members, *_ = reader.arguments(call) or ((),)
+    arguments = reader.arguments(call)
+    members = arguments[0] if arguments else ()
     return set(map(checked_key, members))
 
 
@@ -412,8 +485,11 @@ def _numpy_dtype(reader: _Interpreter, call: Placeholder) -> np.dtype[Any]:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):  # np.dtype also parses structured types
         raise ValueError("a numpy array of an unsupported dtype")
     dtype = np.dtype(name)
+    # The name, such as "f4", has no byte order. The state begins with a version and the byte order, such as (3, "<").
     order = call.state[1] if call.state else "|"
-    return np.dtype(f"{order}{dtype.str[1:]}") if order in ("<", ">") else dtype
+    if order not in ("<", ">"):
+        return dtype
+    return np.dtype(f"{order}{dtype.str[1:]}")
 
 
 def _numpy_scalar(reader: _Interpreter, call: Placeholder) -> Any:
@@ -424,6 +500,7 @@ def _numpy_scalar(reader: _Interpreter, call: Placeholder) -> Any:
 
 
 def _numpy_array(reader: _Interpreter, call: Placeholder) -> Any:
+    # The call creates an empty array. `ndarray.__setstate__` receives the shape and the elements.
     _version, shape, dtype, is_fortran, data = reader.value(call.state)
     sizes = checked_sizes(shape)
     return np.frombuffer(data, dtype).reshape(sizes, order="F" if is_fortran else "C").copy()
@@ -436,6 +513,7 @@ _DTYPES = (
 )  # fmt: skip
 # The dtypes that tensors of a file may have.
 STORABLE_DTYPES: dict[str, torch.dtype] = {f"torch.{name}": getattr(torch, name) for name in _DTYPES}
+# The dtype of each class of storages. None for untyped storages.
 _STORAGE_DTYPES: dict[str, torch.dtype | None] = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -460,13 +538,14 @@ _REFERENCES: dict[str, Any] = {
     "__builtin__.long": int,
     "__builtin__.unicode": str,
 }
+# The classes of parsed objects that can occur several times in the tree or contain others.
 _SHARED = frozenset({Placeholder, dict, list, tuple, set, frozenset})
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
-_Maker = Callable[[_Interpreter, Placeholder], Any]
+_Function = Callable[[_Interpreter, Placeholder], Any]
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 # The functions that return the value of a call, by the name of what is called.
-_MAKERS: dict[str, _Maker] = {
+_CALLS: dict[str, _Function] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": lambda reader, call: reader.arguments(call)[0],
@@ -485,13 +564,13 @@ _MAKERS: dict[str, _Maker] = {
     "numpy.dtype": _numpy_dtype,
 }
 for _module in ("builtins", "__builtin__"):
-    _MAKERS[f"{_module}.set"] = _set
-    _MAKERS[f"{_module}.frozenset"] = lambda reader, call: frozenset(_set(reader, call))
-    _MAKERS[f"{_module}.complex"] = lambda reader, call: complex(*reader.arguments(call))
-    _MAKERS[f"{_module}.bytes"] = lambda reader, call: b""  # how protocol 2 writes empty bytes
+    _CALLS[f"{_module}.set"] = _set
+    _CALLS[f"{_module}.frozenset"] = lambda reader, call: frozenset(_set(reader, call))
+    _CALLS[f"{_module}.complex"] = lambda reader, call: complex(*reader.arguments(call))
+    _CALLS[f"{_module}.bytes"] = lambda reader, call: b""  # how protocol 2 writes empty bytes
 for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-    _MAKERS[f"{_module}.scalar"] = _numpy_scalar
-    _MAKERS[f"{_module}._reconstruct"] = _numpy_array
+    _CALLS[f"{_module}.scalar"] = _numpy_scalar
+    _CALLS[f"{_module}._reconstruct"] = _numpy_array
 for _module in ("pathlib", "pathlib._local"):
     for _name in _PATHS:
-        _MAKERS[f"{_module}.{_name}"] = lambda reader, call: pathlib.Path(*reader.arguments(call))
+        _CALLS[f"{_module}.{_name}"] = lambda reader, call: pathlib.Path(*reader.arguments(call))

@@ -6,7 +6,8 @@ one model under these names. A new model replaces the previous model in the five
 has the previous model, the new model or none, but never a mixture:
 
 1. All new files are written under hidden names and synced.
-2. Shards are renamed to their final names or, if a file has one of these names, all to longer temporary names.
+2. Shards are renamed to their final names or, if a file has one of these names, all to longer temporary names, such as
+   `model-0123456789abcdef-00001-of-00002.safetensors`.
 3. One rename publishes the single file or the index. From here on the folder holds the new model.
 4. Files of the previous model are deleted, its index first.
 5. Shards with temporary names are linked to their final names, the index is replaced, and the temporary names are
@@ -43,29 +44,12 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.names.hidden_names import split_hidden
 
-# The names of a model's files. The groups with hexadecimal digits are in temporary names only.
+# The final and temporary names of a model's files. Hexadecimal digits are in temporary names only.
 _MODEL_FILE = re.compile(
     r"model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.safetensors|model\.safetensors(\.index\.json)?"
     r"|pytorch_model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.bin|pytorch_model\.bin(\.index\.json)?"
 )
 _SHARD = re.compile(r"-\d{5,}-of-(\d{5,})\.[a-z]+$")
-
-
-def _in_full(weight: Weight) -> torch.Tensor:
-    """Return a weight as a contiguous CPU tensor. Its storage has no other elements."""
-    tensor = weight.in_memory
-    if tensor is not None and tensor.device.type == "cpu":
-        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        # torch.save writes the full storage, also that of a slice.
-        if is_plain and tensor.untyped_storage().nbytes() == tensor.nbytes:
-            return tensor
-    full = torch.empty(weight.like.shape, dtype=weight.like.dtype, device="cpu")
-    flat = full.view(-1)
-    begin = 0
-    for part in weight.read():
-        flat[begin : begin + part.numel()].copy_(part)
-        begin += part.numel()
-    return full
 
 
 @dataclass(slots=True)
@@ -75,7 +59,7 @@ class _Files:
     Attributes:
         safe: True for safetensors, False for torch's format.
         shards: the weights of each file, by name.
-        tied: see `replace_weights`.
+        tied: see `replace_weights`. Empty for safetensors.
     """
 
     safe: bool
@@ -84,6 +68,7 @@ class _Files:
 
     @property
     def is_single(self) -> bool:
+        """True if the model has one file and no index."""
         return len(self.shards) == 1
 
     @property
@@ -100,9 +85,14 @@ class _Files:
         return shard_names(len(self.shards), stem=stem, suffix=suffix, infix=infix)
 
     def index(self, names: list[str]) -> bytes:
-        """Return the index for shards with the given file names."""
-        sizes = {name: weight.like.nbytes for shard in self.shards for name, weight in shard.items()}
-        index = shard_index(sizes, dict(zip(names, map(list, self.shards), strict=True)), {})
+        """Return the content of the index for shards with the given file names."""
+        sizes: dict[str, int] = {}
+        tensors_of: dict[str, list[str]] = {}
+        for file, shard in zip(names, self.shards, strict=True):
+            tensors_of[file] = list(shard)
+            for name, weight in shard.items():
+                sizes[name] = weight.like.nbytes
+        index = shard_index(sizes, tensors_of, {})
         file_of = index["weight_map"]
         for name, first_name in self.tied.items():
             file_of[name] = file_of[first_name]
@@ -118,21 +108,26 @@ def replace_weights(
     safe: bool = True,
     tied: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write a model's weights into a folder, and replace a previous model there as the module describes.
+    """Write a model's weights into a folder, and replace a previous model in the five steps of the module's docstring.
 
     Call this function on one process. Blocks on the disk. The extra memory is about that of `Weight.read`, or one shard
     in torch's format. The previous model remains until the new model is complete. On a file system without hard links,
-    shards may keep their temporary names.
+    shards may keep their temporary names; the index refers to these names.
 
     Args:
         folder: the folder, which is created if needed. Files that are not of a model remain.
         weights: weights by name, in the order in which the shards are filled.
         max_shard_bytes: largest total size of the tensors in one file. A larger tensor gets its own file.
-        safe: write safetensors. False writes the format of `torch.save`.
+        safe: write safetensors. False writes the format of `torch.save`. Default: True.
         tied: further names of tensors, each with its name in `weights`. Only torch's format stores these further names.
+            Default: None, no further names.
 
     Returns:
-        The model's files, the index last if there is one.
+        The model's files. The index, if the model has one, is the last.
+
+    Raises:
+        CheckpointError: the disk is full, the folder cannot be written, or a tensor cannot be stored. The folder has
+            the previous model, unless the message says that it has the new one.
     """
     folder = folder.absolute()
     sizes = {name: weight.like.nbytes for name, weight in weights.items()}
@@ -140,7 +135,7 @@ def replace_weights(
     for names in deal_out(sizes, max_shard_bytes):
         shards.append({name: weights[name] for name in names})
     files = _Files(safe, shards, {} if safe else dict(tied or {}))
-    # From `folder` up to the first that exists, so that `_undo` deletes inner folders first.
+    # The folders that do not exist yet, from `folder` upwards, so that `_undo` deletes inner folders first.
     new_folders = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     existing_folder = new_folders[-1].parent if new_folders else folder
     _check_room(folder, existing_folder, sum(sizes.values()))
@@ -171,12 +166,15 @@ def replace_weights(
         raise CheckpointError(
             f"the new weights are in {folder}, but old files could not be deleted: {error}. Save again to retry."
         ) from error
-    # A single file is the entry.
+    # A single file is its own entry, so `fromkeys` removes the second occurrence.
     return [folder / name for name in dict.fromkeys([*shard_files, files.entry])]
 
 
 def _check_room(folder: Path, existing_folder: Path, needed: int) -> None:
-    """Raise an error if `existing_folder`, the closest to `folder`, is a file or its disk has no `needed` bytes."""
+    """Raise a `CheckpointError` if `existing_folder` is a file, or its disk has less than `needed` bytes free.
+
+    `existing_folder` is `folder` or, if that does not exist, the closest parent that exists.
+    """
     if not existing_folder.is_dir():
         raise CheckpointError(
             f"the weights cannot be written to {folder}: {existing_folder} is a file. Choose a folder."
@@ -212,8 +210,29 @@ def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, st
     fault_point("fsync", path)
 
 
+def _in_full(weight: Weight) -> torch.Tensor:
+    """Return a weight as a contiguous CPU tensor. Its storage has no other elements."""
+    tensor = weight.in_memory
+    if tensor is not None and tensor.device.type == "cpu":
+        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        # torch.save writes the full storage, also that of a slice.
+        if is_plain and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+    full = torch.empty(weight.like.shape, dtype=weight.like.dtype, device="cpu")
+    flat = full.view(-1)
+    begin = 0
+    for part in weight.read():
+        flat[begin : begin + part.numel()].copy_(part)
+        begin += part.numel()
+    return full
+
+
 def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_folders: list[Path]) -> list[str]:
-    """Publish the new weights as the folder's model (steps 2 and 3). Return the names of the weight files."""
+    """Publish the new weights as the folder's model (steps 2 and 3). Return the names of the weight files.
+
+    The names are the final names, or temporary names, which `_rename_to_final` changes. `written` has the hidden path
+    of each file by its final name. If publishing fails, the new files and `new_folders` are deleted.
+    """
     final_names = files.names()
     names = final_names
     entry = files.entry
@@ -221,7 +240,7 @@ def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_
         # The previous model may have these shards, and its index must find them until the new index replaces it.
         names = files.names(secrets.token_hex(8))
     new_files = list(written.values())
-    is_ready = False
+    is_ready = False  # becomes True immediately before the rename of the entry
     try:
         if not files.is_single:
             write_file(written[entry], files.index(names))
@@ -250,7 +269,7 @@ def _remove_others(folder: Path, new_names: set[str]) -> None:
     """Delete the files of previous models and of killed saves (step 4). Files with the new names remain."""
     indices = []
     single_files = []
-    shards = []
+    shards = []  # also hidden files of killed saves
     for name in sorted(os.listdir(folder)):
         if name in new_names or not _is_model_file(name):
             continue
@@ -260,7 +279,8 @@ def _remove_others(folder: Path, new_names: set[str]) -> None:
             indices.append(name)
         else:
             single_files.append(name)
-    # After a crash between the two, there are shards without an index, which no reader takes for a model.
+    # Shards are deleted last. After a crash in between, shards without an index remain, which no reader takes for a
+    # model. An index without its shards would be a damaged model.
     for names in ([*indices, *single_files], shards):
         for name in names:
             (folder / name).unlink(missing_ok=True)
@@ -270,14 +290,19 @@ def _remove_others(folder: Path, new_names: set[str]) -> None:
 
 
 def _is_model_file(name: str) -> bool:
-    split = split_hidden(name)
-    if split is not None:
-        name = split[0]
+    """Return whether a file is of a model, also under a hidden name such as `.model.safetensors.tmp-…`."""
+    hidden_parts = split_hidden(name)
+    if hidden_parts is not None:
+        name, _role = hidden_parts
     return _MODEL_FILE.fullmatch(name) is not None
 
 
 def _rename_to_final(folder: Path, files: _Files, names: list[str]) -> list[str]:
-    """Rename shards from temporary to final names (step 5), if the file system has hard links. Return their names."""
+    """Rename shards from temporary to final names (step 5). Return their names.
+
+    Without hard links, nothing is changed and `names` are returned: a rename of one shard after the other would leave
+    an index with missing shards in between.
+    """
     final_names = files.names()
     if names == final_names:
         return names
@@ -287,7 +312,7 @@ def _rename_to_final(folder: Path, files: _Files, names: list[str]) -> list[str]
             os.link(folder / name, folder / final_name)
             linked.append(folder / final_name)
             fault_point("link", folder / final_name)
-    except OSError:  # without hard links: the index has the temporary names, which readers use
+    except OSError:  # the file system has no hard links
         _undo(linked, [])
         return names
     # Both names exist until the new index is on the disk, so that each index finds its shards.
@@ -301,6 +326,7 @@ def _rename_to_final(folder: Path, files: _Files, names: list[str]) -> list[str]
 
 
 def _undo(files: list[Path], folders: list[Path]) -> None:
+    """Delete files, and then folders that are empty."""
     with contextlib.suppress(OSError):  # the first error is raised instead
         for file in files:
             file.unlink(missing_ok=True)
@@ -309,6 +335,6 @@ def _undo(files: list[Path], folders: list[Path]) -> None:
 
 
 def shards_of(path: Path) -> int:
-    """Return the number of shards that a file's name contains: 2 for `…-of-00002.safetensors`, else 1."""
+    """Return the total number of shards according to a file's name: 2 for `…-00001-of-00002.safetensors`, else 1."""
     match = _SHARD.search(path.name)
     return int(match[1]) if match else 1

@@ -61,9 +61,9 @@ def name_torch_classes(config: dict[str, Any], keys: Sequence[str]) -> None:
         name = spec.get("class_path")
         if not isinstance(name, str) or not name.isidentifier():
             continue
-        found = find_class(name)
-        if found is not None:
-            config[key] = {**spec, "class_path": _path_of(found)}
+        cls = find_class(name)
+        if cls is not None:
+            config[key] = {**spec, "class_path": _path_of(cls)}
 
 
 def _place_class(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> bool:
@@ -102,6 +102,7 @@ def _takes_a_class(path: str, argument: str) -> bool:
 
 
 def _is_class_hint(hint: Any) -> bool:
+    """Return whether a type is a class, a union of classes, or a container of them: `Optimizer`, `list[Callback]`."""
     origin = typing.get_origin(hint)
     inner = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -117,10 +118,10 @@ def _fill_below(node: object) -> None:
         for item in node:
             _fill_below(item)
     elif isinstance(node, dict) and isinstance(node.get("class_path"), str):
-        found = find_class(node["class_path"])
-        if found is not None:
-            node["class_path"] = _path_of(found)
-            node["init_args"] = _own_defaults(found) | (node.get("init_args") or {})
+        cls = find_class(node["class_path"])
+        if cls is not None:
+            node["class_path"] = _path_of(cls)
+            node["init_args"] = _default_arguments(cls) | (node.get("init_args") or {})
         _fill_arguments(node)
     elif isinstance(node, dict):
         for item in node.values():
@@ -134,11 +135,11 @@ def _fill_arguments(spec: dict[str, Any]) -> None:
             _fill_below(value)
 
 
-def _own_defaults(found: type) -> dict[str, Any]:
+def _default_arguments(cls: type) -> dict[str, Any]:
     """Return the arguments of a class with defaults that YAML can represent."""
     defaults: dict[str, Any] = {}
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(cls).parameters.values()
     except ValueError:
         return {}  # a class in C, such as torch.device, may have no signature
     for parameter in parameters:
@@ -154,19 +155,20 @@ def find_class(path: str) -> type | None:
     namespaces = (module,) if module else _NAMESPACES
     for namespace in namespaces:
         try:
-            found = getattr(importlib.import_module(namespace), name, None)
+            value = getattr(importlib.import_module(namespace), name, None)
         except ImportError:
             continue  # the parser reports the error, and its position
-        if isinstance(found, type):
-            return found
+        if isinstance(value, type):
+            return value
     return None
 
 
-def _path_of(found: type) -> str:
-    return f"{found.__module__}.{found.__qualname__}"
+def _path_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _is_plain(value: object) -> bool:
+    """Return whether YAML can represent a value."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))

@@ -21,7 +21,15 @@ _PACKAGES: dict[str, tuple[str, str | None]] = {
 
 
 def translate_config(node: object, place: str = "") -> None:
-    """Replace class paths of Lightning and Accelerate in place. `place` is the node's key in the full configuration."""
+    """Replace class paths of Lightning and Accelerate in place.
+
+    Args:
+        node: the configuration, or a part of it.
+        place: dotted key of the node in the full configuration, for errors. Default: an empty text, for the whole.
+
+    Raises:
+        ConfigurationError: a class has no counterpart.
+    """
     if isinstance(node, list):
         for index, item in enumerate(node):
             translate_config(item, f"{place}[{index}]")
@@ -39,11 +47,11 @@ def _own_path(path: str, place: str) -> str:
     library = LIBRARIES.get(path.partition(".")[0])
     if library is None:
         return path
-    own = own_name(path)
-    if own is None:
+    new_path = own_name(path)
+    if new_path is None:
         advice = answer(path.rpartition(".")[2], library) or "Trainwright has no such class."
         raise ConfigurationError(f"{place}.class_path={path}: {advice}")
-    return own
+    return new_path
 
 
 def expand_config(config: dict[str, Any]) -> None:
@@ -70,7 +78,7 @@ def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str
         path = class_path(match[1], text) if match is not None else None
         if path is None:
             expanded.append((key, text))
-        elif key == "trainer.strategy":  # may also be text, which the parser would take a path for
+        elif key == "trainer.strategy":  # its type also accepts text, so that the parser would keep a path as text
             expanded.append(("trainer.strategy.class_path", path))
         else:
             expanded.append((key, path))
@@ -120,6 +128,7 @@ def short_names(key: str) -> list[str]:
         return []
     package, registry = _package(name)
     registered = {registry.get(short) for short in registry}
+    # `EarlyStopping` as well as `early_stopping` is accepted. Messages list the names of the classes.
     return sorted(each for each in class_names(name) if getattr(package, each) in registered)
 
 
@@ -133,6 +142,9 @@ def _package(key: str) -> tuple[Any, Any]:
 
 
 def _expand(key: str, item: object) -> Any:
+    """Return an item with a class path instead of its short name, or the item unchanged: "EarlyStopping" becomes
+    {"class_path": "trainwright.callbacks.early_stopping.EarlyStopping"}.
+    """
     spec = item if isinstance(item, dict) else {"class_path": item}
     name = spec.get("class_path")
     path = class_path(key, name) if isinstance(name, str) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 
-AUTOMATIC = "AUTOMATIC"  # `link_to`: CLI creates configure_optimizers from it
+AUTOMATIC = "AUTOMATIC"  # value of `link_to`: CLI creates the task's configure_optimizers from the settings
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 """Type of an argument that makes an optimizer from parameters: `optimizer: OptimizerCallable = torch.optim.Adam`."""
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
@@ -44,12 +44,27 @@ def class_of(cls: Callable[..., Any]) -> Any:
     return class_from_function(cls)
 
 
-class ComponentArguments:
-    """Methods of the parser that add the arguments of a class as options. `CLI` builds and uses the instance."""
+class _Component(NamedTuple):
+    """Arguments of an optimizer or a schedule in the parser."""
 
+    key: str  # prefix of the arguments: `optimizer`
+    cls: Any  # one class, or a tuple of base classes
+    link_to: str  # the argument that receives the settings, or `AUTOMATIC`
+
+
+class ComponentArguments:
+    """Methods of the parser that add the arguments of a class as options. `CLI` builds and uses the instance.
+
+    Attributes:
+        callback_keys: keys of the callbacks, in the order in which they were added.
+        optimizers: the added optimizers, with key, class and `link_to`.
+        schedules: the added schedules, with key, class and `link_to`.
+    """
+
+    # Tuples, which the methods replace: a list would be shared by all parsers.
     callback_keys: tuple[str, ...] = ()
-    optimizers: tuple[tuple[str, Any, str], ...] = ()
-    schedules: tuple[tuple[str, Any, str], ...] = ()
+    optimizers: tuple[_Component, ...] = ()
+    schedules: tuple[_Component, ...] = ()
 
     def add_lightning_class_args(
         self, lightning_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
@@ -61,15 +76,18 @@ class ComponentArguments:
             nested_key: prefix of the arguments: `early_stopping` in `early_stopping.patience`.
             subclass_mode: the configuration may name a subclass, as `class_path` with `init_args`. Default: False.
             required: with `subclass_mode`: a class must be named. Default: True.
+
+        Returns:
+            The keys of the added arguments.
         """
         parser: Any = self
-        made = class_of(lightning_class)
-        if isinstance(made, type) and issubclass(made, Callback):
+        cls = class_of(lightning_class)
+        if isinstance(cls, type) and issubclass(cls, Callback):
             self.callback_keys = (*self.callback_keys, nested_key)
         if subclass_mode:
             added = parser.add_subclass_arguments(lightning_class, nested_key, required=required, fail_untyped=False)
             return list(added or [])
-        return list(parser.add_class_arguments(made, nested_key, fail_untyped=False, sub_configs=True))
+        return list(parser.add_class_arguments(cls, nested_key, fail_untyped=False, sub_configs=True))
 
     def add_optimizer_args(
         self, optimizer_class: object = (Optimizer,), nested_key: str = "optimizer", link_to: str = AUTOMATIC
@@ -84,7 +102,7 @@ class ComponentArguments:
                 with which `CLI` creates the task's `configure_optimizers` from the settings.
         """
         self._add_settings(optimizer_class, nested_key, {"params"})
-        self.optimizers = (*self.optimizers, (nested_key, optimizer_class, link_to))
+        self.optimizers = (*self.optimizers, _Component(nested_key, optimizer_class, link_to))
 
     def add_lr_scheduler_args(
         self,
@@ -97,7 +115,7 @@ class ComponentArguments:
         For ReduceLROnPlateau, use `trainwright.cli.ReduceLROnPlateau`, which has an argument `monitor`.
         """
         self._add_settings(lr_scheduler_class, nested_key, {"optimizer"})
-        self.schedules = (*self.schedules, (nested_key, lr_scheduler_class, link_to))
+        self.schedules = (*self.schedules, _Component(nested_key, lr_scheduler_class, link_to))
 
     def _add_settings(self, cls: object, key: str, skip: set[str]) -> None:
         parser: Any = self
@@ -119,18 +137,23 @@ class ComponentArguments:
                 parser.link_arguments(key, link_to, compute_fn=_WithClass(f"{cls.__module__}.{cls.__qualname__}"))
 
     def automatic(self) -> tuple[tuple[str, Any] | None, tuple[str, Any] | None]:
-        """Return key and class of the optimizer (or None) and of the schedule (or None) for `configure_optimizers`."""
-        chosen: list[tuple[str, Any] | None] = []
-        for kind, groups in (("optimizer", self.optimizers), ("lr_scheduler", self.schedules)):
-            found = [(key, cls) for key, cls, link_to in groups if link_to == AUTOMATIC]
-            if len(found) > 1:
-                raise ConfigurationError(
-                    f"CLI creates configure_optimizers from one {kind}, and {', '.join(key for key, _ in found)} were "
-                    f"added. Add them with link_to, such as link_to='model.{kind}_init', and define "
-                    "configure_optimizers in the task."
-                )
-            chosen.append(found[0] if found else None)
-        return chosen[0], chosen[1]
+        """Return key and class of the optimizer (or None) and of the schedule (or None) for `configure_optimizers`.
+
+        Raises:
+            ConfigurationError: several optimizers or schedules have `link_to="AUTOMATIC"`.
+        """
+        return _automatic("optimizer", self.optimizers), _automatic("lr_scheduler", self.schedules)
+
+
+def _automatic(kind: str, components: Iterable[_Component]) -> tuple[str, Any] | None:
+    automatic = [component for component in components if component.link_to == AUTOMATIC]
+    if len(automatic) > 1:
+        keys = ", ".join(component.key for component in automatic)
+        raise ConfigurationError(
+            f"CLI creates configure_optimizers from one {kind}, and {keys} were added. Add them with link_to, such as "
+            f"link_to='model.{kind}_init', and define configure_optimizers in the task."
+        )
+    return (automatic[0].key, automatic[0].cls) if automatic else None
 
 
 class _WithClass:

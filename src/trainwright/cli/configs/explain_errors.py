@@ -38,8 +38,8 @@ class _Reason:
     Attributes:
         text: the parser's line.
         keys: keys from the outermost setting to the wrong one.
-        class_path: class whose arguments are parsed.
-        types: accepted types, as in the message.
+        class_path: class whose arguments are parsed. Empty outside of classes.
+        types: accepted types of a union, as in the message. Empty for other types.
         value: value that was not accepted.
         depth: number of keys and classes that the parser entered.
     """
@@ -55,34 +55,42 @@ class _Reason:
 @dataclass
 class _Line:
     text: str
-    below: list[_Line] = field(default_factory=list)
+    below: list[_Line] = field(default_factory=list)  # the lines that are indented below it
 
 
 def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda key: ()) -> str:
-    """Convert the parser's message to one line if its form is known. `known_names` returns class names for a key."""
+    """Convert the parser's message to one line. A message in an unknown form is returned unchanged.
+
+    Args:
+        message: the parser's message.
+        known_names: function that returns class names for a key, which the line lists. Default: no names.
+    """
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message
     # `int | None` is also tried as None: "expected null" would hide the other type.
-    others = [each for each in reasons if not each.text.startswith("Expected a <class 'NoneType'>")]
-    reason = max(others or reasons, key=lambda reason: reason.depth)  # the first of equals
-    return _sentence(reason, known_names) or message
+    informative = [each for each in reasons if not each.text.startswith("Expected a <class 'NoneType'>")]
+    # The alternative that was parsed furthest. Of several, `max` returns the first.
+    deepest = max(informative or reasons, key=lambda reason: reason.depth)
+    return _sentence(deepest, known_names) or message
 
 
 def _tree(message: str) -> _Line:
     """Return a message as a tree of lines. The children of a line are indented below it."""
     root = _Line("")
-    open_lines = [(-1, root)]
+    open_lines = [(-1, root)]  # indentation and line: the line read last, below the lines that contain it
     for line in textwrap.dedent(message).splitlines():
         text = line.strip()
         if not text:
             continue
-        bullet = text.startswith("- ")
-        # The lines of a bullet are indented like its text, so that the bullet itself counts as one column further.
-        indent = len(line) - len(line.lstrip()) + bullet
+        indent = len(line) - len(line.lstrip())
+        if text.startswith("- "):
+            # A bullet is below a line with the same indentation, and the lines below it are indented like its text.
+            indent += 1
+            text = text[2:]
         while open_lines[-1][0] >= indent:
             open_lines.pop()
-        entry = _Line(text[2:] if bullet else text)
+        entry = _Line(text)
         open_lines[-1][1].below.append(entry)
         open_lines.append((indent, entry))
     return root

@@ -18,7 +18,7 @@ _ASSIGNMENT = re.compile(r"(?:--)?(?P<key>[A-Za-z_][\w.]*\+?)=(?P<value>.*)", re
 _OPTION = re.compile(r"--(?P<key>[A-Za-z_][\w.]*\+?)")
 SUFFIXES = (".yaml", ".yml")  # of configuration files
 _CONFIG_OPTIONS = ("--config", "-c")
-# Options without a value; everything else that begins with two dashes takes one.
+# Options without a value. All other options take one.
 _FLAGS = re.compile(r"-h|--help|--print_config(=.*)?|--[\w.]+\.help(=.*)?")
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*")
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -34,7 +34,14 @@ class CommandLine:
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Divide the arguments into files, assignments and flags. A word that ends in `.yaml` or `.yml` is a file."""
+    """Divide the arguments into files, assignments and flags. A word that ends in `.yaml` or `.yml` is a file.
+
+        ["config.yaml", "--trainer.max_epochs", "3", "task.lr=0.1", "--print_config"]
+        CommandLine([Path("config.yaml")], [("trainer.max_epochs", "3"), ("task.lr", "0.1")], ["--print_config"])
+
+    Raises:
+        ConfigurationError: a word has no known form, or an option has no value.
+    """
     line = CommandLine()
     words = list(arguments)
     while words:
@@ -75,7 +82,10 @@ def _is_class_path(word: str) -> bool:
 
 
 def _value_of(option: str, words: list[str]) -> str:
-    """Return the next word as an option's value. A negative number is a value, but another option is not."""
+    """Remove the next word from `words` and return it as an option's value.
+
+    A negative number is a value, but another option is not.
+    """
     if not words or words[0].startswith("--"):
         raise ConfigurationError(f"{option} has no value. Write {option} VALUE.")
     return words.pop(0)
@@ -86,6 +96,9 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 
     Mappings are merged key by key, and other values are replaced. If a later file changes the `class_path` of a class
     specification, its arguments are replaced, too, because arguments of the old class do not apply to the new class.
+
+    Raises:
+        ConfigurationError: a file cannot be read, is not valid YAML, or does not contain a mapping.
     """
     merged: dict[str, Any] = {}
     for path in paths:
@@ -117,15 +130,16 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         return dict(new)
     merged = dict(old)
     for key, value in new.items():
-        before = merged.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            value = _merge(before, value)
-        merged[key] = value
+        old_value = merged.get(key)
+        if isinstance(old_value, dict) and isinstance(value, dict):
+            merged[key] = _merge(old_value, value)
+        else:
+            merged[key] = value
     return merged
 
 
 def _changes_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    if "class_path" not in old or "class_path" not in new:
+    if "class_path" not in old or "class_path" not in new:  # without one, only arguments are changed
         return False
     return not _same_class(old["class_path"], new["class_path"])
 
@@ -143,7 +157,7 @@ def swap_classes(
     """Apply the assignments that replace the class of a specification (a mapping with `class_path`) in `config`.
 
     Arguments of the old class are discarded. Otherwise, the new class would receive arguments of the same name, such as
-    a learning rate for Adam.
+    a learning rate for Adam. An assignment of the same class is dropped, and its arguments stay.
 
     Returns:
         The other assignments, and a message for each set of discarded arguments.
@@ -156,7 +170,7 @@ def swap_classes(
         if spec is None or not names_class:
             others.append((key, value))
             continue
-        if _same_class(spec["class_path"], value):  # its arguments stay
+        if _same_class(spec["class_path"], value):
             continue
         discarded = spec.get("init_args") or {}
         if discarded:

@@ -41,12 +41,17 @@ def parse(
 ) -> Any:
     """Return the typed settings of files and a command line. `build` converts them to objects.
 
+    Prints a note for each class that the command line replaces, with its discarded arguments.
+
     Args:
         parser: parser of jsonargparse.
         config: settings of the files. Changed in place.
         line: command line with overrides. This function does not read its files.
         known: the allowed top-level keys. Others raise ConfigurationError.
         classes: classes by key, for keys with arguments of one class directly below them (`model.lr`). Default: None.
+
+    Raises:
+        ConfigurationError: a key is unknown, or a value is not valid.
     """
     import argparse
 
@@ -58,8 +63,9 @@ def parse(
     expand_config(config)
     if classes is None:
         classes = {}
+    # Another value, such as a text, is left for the parser, which reports it.
     fixed = {key: cls for key, cls in classes.items() if isinstance(config.get(key, {}), dict)}
-    # The following functions know classes only in the form of `class_path` and `init_args`.
+    # The following functions handle classes only in the form of `class_path` and `init_args`.
     _wrap(config, fixed)
     assignments, notes = swap_classes(config, expand_assignments(assignments))
     open_keys = [key for key in _CLASS_KEYS if key in known and key not in classes]
@@ -70,7 +76,7 @@ def parse(
     for note in notes:
         print(f"trainwright: note: {note}", file=sys.stderr)
     try:
-        # As one text, so that defaults, files and words are read in one go: links and required arguments see them all.
+        # One call for defaults, files and words: the parser applies links and required arguments to all of them.
         arguments = [f"--config={yaml.safe_dump(config)}"] if config else []
         arguments += expand_help(line.flags)
         arguments += [f"--{key}={value}" for key, value in assignments]
@@ -86,17 +92,22 @@ def parse(
 def _use_own_model_key(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]], known: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Rename the key `model` to `task`, or vice versa, if the command uses the other name."""
-    own = "task" if "task" in known else "model"
-    other = _MODEL_KEYS[own]
-    if other in config:
-        if own in config:
-            raise ConfigurationError(f"the configuration has {own!r} and {other!r}, which mean the same. Keep {own!r}.")
-        config[own] = config.pop(other)
+    """Rename the key `model` to `task`, or vice versa, if the command uses the other name.
+
+    Renames it in `config`, in place, and returns the renamed assignments.
+    """
+    own_key = "task" if "task" in known else "model"
+    other_key = _MODEL_KEYS[own_key]
+    if other_key in config:
+        if own_key in config:
+            raise ConfigurationError(
+                f"the configuration has {own_key!r} and {other_key!r}, which mean the same. Keep {own_key!r}."
+            )
+        config[own_key] = config.pop(other_key)
     renamed: list[tuple[str, str]] = []
     for key, text in assignments:
-        if key.partition(".")[0] == other:
-            key = own + key.removeprefix(other)
+        if key.partition(".")[0] == other_key:
+            key = own_key + key.removeprefix(other_key)
         renamed.append((key, text))
     return renamed
 
@@ -137,14 +148,16 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
     unknown = [word for word in words if word.startswith("--") and word not in options]
     group = _GROUP.fullmatch(message.strip())
     if group is not None:
-        unknown = [f"--{group['group']}.{group['name']}"]
-        message = f"{unknown[0][2:]}: {group['group']!r} has no argument {group['name']!r}."
+        key = f"{group['group']}.{group['name']}"
+        unknown = [f"--{key}"]
+        message = f"{key}: {group['group']!r} has no argument {group['name']!r}."
     if not unknown:
         return explain(message, short_names)
     message = message.rstrip(".") + "."
-    head, dot, rest = unknown[0].removeprefix("--").partition(".")
-    if dot and head not in known:
-        close = nearest(head, known)
+    top_key, dot, rest = unknown[0].removeprefix("--").partition(".")
+    if dot and top_key not in known:
+        # `--trainr.max_epochs`: " Did you mean 'trainer'?" becomes " Did you mean 'trainer.max_epochs'?"
+        close = nearest(top_key, known)
         return message + close.replace("'?", f".{rest}'?")
     close = nearest(unknown[0], [option for option in options if not option.endswith(".help")])
     if group is not None:  # a key of a file, which has no dashes
@@ -153,7 +166,10 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
 
 
 class _Failure(BaseException):
-    """Exception that carries a constructor's error through jsonargparse, which would convert the error to text."""
+    """Exception that carries a constructor's error through jsonargparse, which would convert the error to text.
+
+    It is not an Exception, because jsonargparse catches those.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -179,7 +195,10 @@ class _Constructor:
 
 
 def accept_strategies() -> None:
-    """Let a configuration name the class of a strategy. jsonargparse takes a dataclass as the only class otherwise."""
+    """Allow sub-classes of Strategy in a configuration.
+
+    Strategy is a dataclass, and jsonargparse accepts only a dataclass itself by default, and no sub-classes.
+    """
     from jsonargparse import set_parsing_settings
 
     from trainwright.strategies.strategy import Strategy
@@ -198,15 +217,16 @@ def build(parser: ArgumentParser, settings: Namespace) -> Any:
     # An argument without a class as its type could otherwise construct any class: subprocess.Popen, for example.
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     construct = _Constructor()
-    failed: Exception | None = None
+    error: Exception | None = None
     try:
+        # For `object` and all its sub-classes (True), which is every class.
         built = parser.instantiate(settings, instantiators=[(construct, object, True)])
     except _Failure as failure:
-        failed = failure.error
+        error = failure.error
     finally:
         construct.carries = False
-    if failed is not None:  # outside of `except`, so that the error keeps its own cause and context
-        raise failed
+    if error is not None:  # outside of `except`, so that the error keeps its own cause and context
+        raise error
     return built
 
 

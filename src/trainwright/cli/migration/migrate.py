@@ -9,8 +9,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 
+from trainwright.cli.migration.program import Unsettled
 from trainwright.cli.migration.rewrite_config import rewrite_class_paths
 from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
 from trainwright.cli.migration.rewrite_launch import check_config, is_command_file, rewrite_launch
@@ -19,13 +21,30 @@ from trainwright.core.errors import ConfigurationError
 _UNSETTLED = 1  # exit code: manual changes are needed, or with `--check` any changes
 
 
+@dataclass(frozen=True)
+class _File:
+    """A file with its code before the rewrite, and the result of the rewrite, which is not written yet."""
+
+    path: Path
+    code: bytes
+    result: Rewritten
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the rewrite changes the file."""
+        return self.code != self.result.code
+
+
 def migrate(argv: Sequence[str]) -> int:
     """Rewrite files in place, or print changes with `--diff`.
 
     Print added arguments and the remaining manual changes with file and line.
 
     Returns:
-        0, or 1 if manual changes are needed, or with `--check` any changes.
+        The exit code: 0, or 1 if manual changes are needed, or with `--check` any changes.
+
+    Raises:
+        ConfigurationError: a file cannot be read, rewritten or written. No file is changed before all are rewritten.
     """
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
@@ -54,82 +73,91 @@ def migrate(argv: Sequence[str]) -> int:
         help="print which files would change, and write nothing: for continuous integration",
     )
     arguments = parser.parse_args(list(argv))
-    files: list[Path] = []
+    paths: list[Path] = []
     for path in arguments.files:
-        files.extend(_files_below(path) if path.is_dir() else [path])
-    done = [(path, *_rewritten(path)) for path in dict.fromkeys(files)]
-    changed = [path for path, before, after in done if before != after.code]
+        paths.extend(_files_below(path) if path.is_dir() else [path])
+    files = [_rewrite_file(path) for path in dict.fromkeys(paths)]
+    changed = [file for file in files if file.is_changed]
     writes = not arguments.diff and not arguments.check
     if writes:
-        _check_writable(changed)
-    for path, before, after in done:
+        _check_writable([file.path for file in changed])
+    for file in files:
         if arguments.diff:
-            _print_diff(path, before, after.code)
-        elif path in changed and arguments.check:
-            print(f"{path}: would be rewritten")
-        elif path in changed:
+            _print_diff(file)
+        elif file.is_changed and arguments.check:
+            print(f"{file.path}: would be rewritten")
+        elif file.is_changed:
             try:
-                _write(path, after.code)
+                _write(file.path, file.result.code)
             except OSError as error:
                 raise ConfigurationError(
-                    f"{path}: cannot be written ({error.strerror}) and is unchanged. The files named above are "
+                    f"{file.path}: cannot be written ({error.strerror}) and is unchanged. The files named above are "
                     "rewritten."
                 ) from None
-            print(f"{path}: rewritten")
-    for path, _, after in done:
-        for each in after.added:
-            print(f"{path}:{each.line}: {each.text}", file=sys.stderr)
-    left = [(path, each) for path, _, after in done for each in after.unsettled]
-    for path, each in left:
-        print(f"{path}:{each.line}: {each.text}", file=sys.stderr)
-    if len(done) > 1:
+            print(f"{file.path}: rewritten")
+    for file in files:
+        for each in file.result.added:
+            print(f"{file.path}:{each.line}: {each.text}", file=sys.stderr)
+    manual: list[Unsettled] = []
+    for file in files:
+        for each in file.result.unsettled:
+            manual.append(each)
+            print(f"{file.path}:{each.line}: {each.text}", file=sys.stderr)
+    if len(files) > 1:
         verb = "rewritten" if writes else "to rewrite"
-        by_hand = f"{_number(left, 'change')} to make by hand in {_number({path for path, _ in left}, 'file')}"
-        print(f"trainwright migrate: {_number(changed, 'file')} of {len(done)} {verb}, {by_hand}.", file=sys.stderr)
-    return _UNSETTLED if left or (arguments.check and changed) else 0
+        files_by_hand = [file for file in files if file.result.unsettled]
+        by_hand = f"{_number(manual, 'change')} to make by hand in {_number(files_by_hand, 'file')}"
+        print(f"trainwright migrate: {_number(changed, 'file')} of {len(files)} {verb}, {by_hand}.", file=sys.stderr)
+    return _UNSETTLED if manual or (arguments.check and changed) else 0
 
 
-def _number(found: Sized, noun: str) -> str:
-    return f"{len(found)} {noun}" + "s" * (len(found) != 1)
+def _number(items: Sized, noun: str) -> str:
+    """Return `1 file`, or `2 files`."""
+    ending = "" if len(items) == 1 else "s"
+    return f"{len(items)} {noun}{ending}"
 
 
 def _files_below(folder: Path) -> list[Path]:
     """Return the Python files and the files with commands below a folder, in the order of their paths."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for parent, folders, names in os.walk(folder):
         above = Path(parent)
+        # `os.walk` enters the folders that are left in this list.
         folders[:] = [
             name for name in folders if not name.startswith(".") and not (above / name / "pyvenv.cfg").exists()
         ]
         for name in names:
             path = above / name
             if path.suffix == ".py" or (path.is_file() and is_command_file(path, path.read_bytes()[:200])):
-                found.append(path)
-    return sorted(found)
+                paths.append(path)
+    return sorted(paths)
 
 
-def _rewritten(path: Path) -> tuple[bytes, Rewritten]:
+def _rewrite_file(path: Path) -> _File:
+    """Read a file and rewrite its code, without writing it."""
     try:
-        before = path.read_bytes()
+        code = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error.strerror}). No file has been changed.") from None
     if path.suffix != ".py":
-        return before, _rewritten_commands(path, before)
+        return _File(path, code, _rewrite_commands(path, code))
     try:
-        return before, rewrite(before)
+        return _File(path, code, rewrite(code))
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not Python: {error}. No file has been changed.") from None
 
 
-def _rewritten_commands(path: Path, before: bytes) -> Rewritten:
-    if path.suffix in (".yaml", ".yml", ".json") and (found := check_config(before, path)) is not None:
-        return Rewritten(before, found)
-    if not is_command_file(path, before):
+def _rewrite_commands(path: Path, code: bytes) -> Rewritten:
+    if path.suffix in (".yaml", ".yml", ".json"):
+        unsupported = check_config(code, path)
+        if unsupported is not None:  # a configuration of Accelerate, which is read as it is
+            return Rewritten(code, unsupported)
+    if not is_command_file(path, code):
         raise ConfigurationError(
             f"{path} is not a Python file, a shell file, a Makefile or a YAML file. No file has been changed."
         )
     try:
-        commands = rewrite_launch(before)
+        commands = rewrite_launch(code)
         if path.suffix not in (".yaml", ".yml"):
             return commands
         classes = rewrite_class_paths(commands.code)
@@ -144,9 +172,10 @@ def _check_writable(paths: Sequence[Path]) -> None:
             raise ConfigurationError(f"{path} may not be written. No file has been changed.")
 
 
-def _print_diff(path: Path, before: bytes, after: bytes) -> None:
-    old, new = (text.decode("utf-8", "replace").splitlines(keepends=True) for text in (before, after))
-    sys.stdout.writelines(difflib.unified_diff(old, new, str(path), str(path)))
+def _print_diff(file: _File) -> None:
+    old = file.code.decode("utf-8", "replace").splitlines(keepends=True)
+    new = file.result.code.decode("utf-8", "replace").splitlines(keepends=True)
+    sys.stdout.writelines(difflib.unified_diff(old, new, str(file.path), str(file.path)))
 
 
 def _write(path: Path, code: bytes) -> None:

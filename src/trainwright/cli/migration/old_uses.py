@@ -35,7 +35,11 @@ def report_old_uses(program: Program, trainers: set[str]) -> None:
 
 
 def imports_of_face(program: Program) -> dict[str, str]:
-    """Return the local names that are imported from Trainwright, with their dotted names."""
+    """Return the local names that are imported from Trainwright, with their dotted names.
+
+    Example: `{"tw": "trainwright", "Trainer": "trainwright.Trainer"}` for `import trainwright as tw` and
+    `from trainwright import Trainer`.
+    """
     imported: dict[str, str] = {}
     for node in ast.walk(program.tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)) or FACE not in roots(node):
@@ -142,7 +146,7 @@ def _extended_names(tree: ast.AST) -> list[str]:
 
 
 def _names_checkpoint(tree: ast.AST, paths: set[str]) -> bool:
-    """Return whether an expression is, or is made of, the path of a checkpoint. `paths`: variables with such paths."""
+    """Return whether an expression is, or contains, the path of a checkpoint. `paths`: variables with such paths."""
     if isinstance(tree, ast.Call) and _called(tree) not in ("Path", "join", "str", "fspath", "format"):
         return False  # `Net.load_from_checkpoint("last.ckpt")` is a task
     if _extended_names(tree):

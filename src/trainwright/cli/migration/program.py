@@ -12,6 +12,7 @@ from trainwright.core.names.foreign_names import LIBRARIES
 
 FACE = "trainwright"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+# Nodes that bind their attribute `name`, which may be None.
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -26,15 +27,25 @@ class Unsettled:
 
 @dataclass(eq=False)
 class Scope:
-    """Names that are bound in a module, class, function or comprehension, each with the nodes that bind it."""
+    """Names that are bound in a module, class, function or comprehension.
+
+    Attributes:
+        parent: the surrounding scope. None for the module.
+        is_class: whether it is the body of a class.
+        bound: name → the `Import` or the nodes of the syntax tree that bind it.
+        outer: names that are declared global or nonlocal.
+    """
 
     parent: Scope | None
     is_class: bool = False
     bound: dict[str, list[Any]] = field(default_factory=dict)
-    outer: set[str] = field(default_factory=set)  # declared global or nonlocal
+    outer: set[str] = field(default_factory=set)
 
     def bind(self, name: str, node: object) -> None:
-        """Record that a node binds a name."""
+        """Record that a node binds a name.
+
+        A name that is declared global is bound in the surrounding scope, too, not in the module.
+        """
         if name in self.outer and self.parent is not None:
             self.parent.bind(name, node)
         else:
@@ -54,21 +65,33 @@ class Scope:
 
 @dataclass(frozen=True, eq=False)
 class Import:
-    """A name that an import statement imports from Lightning or Accelerate."""
+    """A name that an import statement imports from Lightning or Accelerate.
+
+    Values of `local` and `path` for three statements:
+
+        import lightning.pytorch                    lightning    lightning
+        import lightning.pytorch as pl              pl           lightning.pytorch
+        from lightning.pytorch import Trainer as T  T            lightning.pytorch.Trainer
+    """
 
     node: ast.Import | ast.ImportFrom
-    alias: ast.alias
-    local: str
-    path: str  # dotted name in Lightning or Accelerate of the local name
+    alias: ast.alias  # one of `node.names`
+    local: str  # the bound name
+    path: str  # dotted name of the bound object in Lightning or Accelerate
 
 
 class Program:
     """One program.
 
+    Raises SyntaxError for a text that is not valid Python.
+
     Attributes:
         source: the text as UTF-8. Columns of a syntax tree count bytes of UTF-8, so that positions and edits do, too.
+        tree: the syntax tree of the text.
         starts: position of the start of each line.
+        newline: end of a line of the text.
         parents: parent of each node.
+        scopes: all scopes of the program.
         kept: nodes in a `try` that imports Trainwright, too. Such a program already chooses between the libraries.
         reads: names that the program reads, each with its scope.
         strings: strings other than docstrings, each with its node.
@@ -119,9 +142,10 @@ class Program:
         for child in outside:
             self._visit(child, scope)
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.arguments):
+            if isinstance(child, ast.arguments):  # its defaults and annotations are in `outside`
                 for arg in ast.walk(child):
-                    if isinstance(arg, ast.arg) and self.parents[arg] is child:
+                    is_own = self.parents[arg] is child  # a default may be a lambda with arguments of its own
+                    if isinstance(arg, ast.arg) and is_own:
                         inner.bind(arg.arg, arg)
             elif child not in outside:
                 self._visit(child, inner)
@@ -130,24 +154,24 @@ class Program:
         """Record the name that the node itself binds or reads."""
         if isinstance(node, _NAMED) and node.name:
             scope.bind(node.name, node)
-        elif isinstance(node, ast.arg):
-            scope.bind(node.arg, node)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             self.reads.append((node, scope))
         elif isinstance(node, ast.Name):
             scope.bind(node.id, node)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
-                # `import a.b` binds `a`.
-                scope.bind(alias.asname or root(alias.name), self._as_import(node, alias) or node)
+                local = alias.asname or root(alias.name)  # `import a.b` binds `a`
+                scope.bind(local, self._as_import(node, alias) or node)
 
     def _as_import(self, node: ast.Import | ast.ImportFrom, alias: ast.alias) -> Import | None:
         """Return the import of Lightning or Accelerate, or None for any other import."""
-        if node in self.kept or not roots(node) & set(LIBRARIES) or alias.name == "*":
+        if node in self.kept or alias.name == "*":
+            return None
+        if not roots(node) & set(LIBRARIES):
             return None
         if isinstance(node, ast.ImportFrom):
             return Import(node, alias, alias.asname or alias.name, f"{node.module}.{alias.name}")
-        if root(alias.name) not in LIBRARIES:
+        if root(alias.name) not in LIBRARIES:  # `import os, lightning`
             return None
         path = alias.name if alias.asname else root(alias.name)
         return Import(node, alias, alias.asname or path, path)
@@ -181,7 +205,7 @@ class Program:
             self.edits[begin, end] = text
 
     def report(self, node: Any, text: str) -> None:
-        """Add a manual change at the line of a node."""
+        """Add a manual change, with the instruction `text`, at the line of a node."""
         self.unsettled.add(Unsettled(node.lineno, text))
 
     def edited(self) -> str:
@@ -213,7 +237,7 @@ def root(name: str) -> str:
 
 
 def roots(node: ast.AST) -> set[str]:
-    """Return the top packages that a statement imports from."""
+    """Return the top packages that a statement imports from. Empty for relative imports and other nodes."""
     if isinstance(node, ast.Import):
         return {root(alias.name) for alias in node.names}
     if isinstance(node, ast.ImportFrom) and not node.level:

@@ -24,13 +24,13 @@ def rewrite_class_paths(code: bytes) -> Rewritten:
     unsettled: list[Unsettled] = []
     lines = code.decode().split("\n")
     for number, line in enumerate(lines, 1):
-        for found in reversed(list(_CLASS_PATH.finditer(line))):  # from the right, so that positions stay valid
-            own = counterpart(found["path"])
-            if "#" in line[: found.start()]:
+        for match in reversed(list(_CLASS_PATH.finditer(line))):  # from the right, so that positions stay valid
+            if "#" in line[: match.start()]:  # in a comment
                 continue
-            if own is None:
-                unsettled.append(Unsettled(number, advice(found["path"])))
+            new_path = counterpart(match["path"])
+            if new_path is None:
+                unsettled.append(Unsettled(number, advice(match["path"])))
                 continue
-            line = line[: found.start("path")] + own + line[found.end("path") :]
+            line = line[: match.start("path")] + new_path + line[match.end("path") :]
         lines[number - 1] = line
     return Rewritten("\n".join(lines).encode(), unsettled)

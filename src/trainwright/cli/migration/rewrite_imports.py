@@ -25,7 +25,7 @@ _ADVANCES = (
     "Without it, a schedule advances once for each step."
 )
 _ONLY_NONE = ("plugins", "model_registry")  # arguments of Lightning's Trainer that are accepted only as None
-_TOP = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
+_TOP_PACKAGES = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
 
 @dataclass
@@ -48,6 +48,7 @@ def rewrite(code: bytes) -> Rewritten:
 
     Raises:
         SyntaxError: the program is not valid Python.
+        UnicodeDecodeError: the bytes are not text in the program's encoding.
     """
     encoding = tokenize.detect_encoding(io.BytesIO(code).readline)[0]
     try:
@@ -61,18 +62,18 @@ def rewrite(code: bytes) -> Rewritten:
     text = program.edited()
     if program.edits:
         text = _without_equal_fallbacks(text)
-    first: dict[str, Unsettled] = {}  # a name that is used often is reported once
+    first_of_text: dict[str, Unsettled] = {}  # a name that is used often is reported once
     for each in sorted(program.unsettled):
-        first.setdefault(each.text, each)
-    return Rewritten(text.encode(encoding), list(first.values()), sorted(rewriter.added))
+        first_of_text.setdefault(each.text, each)
+    return Rewritten(text.encode(encoding), list(first_of_text.values()), sorted(rewriter.added))
 
 
 @dataclass(frozen=True)
 class _NewName:
-    """What a rewritten import statement imports under which name."""
+    """A name that a rewritten import statement binds: `from trainwright import TaskModule as Net` binds `Net`."""
 
-    path: str | None  # dotted name in Trainwright; None if there is no counterpart
-    local: str
+    path: str | None  # dotted name in Trainwright, `trainwright.TaskModule`; None without a counterpart
+    local: str  # the bound name, `Net`
 
 
 class _Rewriter:
@@ -90,7 +91,7 @@ class _Rewriter:
         for each, chains in uses.items():
             counterparts[each] = counterpart(each.path) or _module_in_use(each.path, chains)
         names = self._new_names(counterparts)
-        trainers: set[str] = set()
+        trainers: set[str] = set()  # the program's variables with a Trainer, as text: `trainer`, `self.trainer`
         for each, chains in uses.items():
             for chain in chains:
                 trainers |= self._change_use(each, chain, counterparts[each], names[each.local])
@@ -110,7 +111,10 @@ class _Rewriter:
             report_old_uses(self.program, trainers)
 
     def _uses(self) -> dict[Import, list[list[Any]]]:
-        """Return the imports of the other libraries, each with the chains of attribute accesses on its name."""
+        """Return the imports of the other libraries, each with the chains of attribute accesses on its name.
+
+        A name that two imports bind, as in the branches of an `if`, is a use of both.
+        """
         uses: dict[Import, list[list[Any]]] = {}
         for scope in self.program.scopes:
             for nodes in scope.bound.values():
@@ -142,23 +146,24 @@ class _Rewriter:
         fixed = self._fixed_names()
         names: dict[str, str] = {}
         for local in dict.fromkeys(each.local for each in counterparts):
-            nodes = bound[local]
-            new: set[str] = set()
+            candidates: set[str] = set()
             exported = False
-            for node in nodes:
+            for node in bound[local]:
                 if isinstance(node, Import):
-                    new.add(_plain_name(node, counterparts[node]))
+                    candidates.add(_plain_name(node, counterparts[node]))
                     exported = exported or node.alias.asname == node.alias.name  # `import a as a` exports `a`
                 else:
-                    new.add(local)
-            # Two statements that bind a name to different things keep it, so that every use stays valid.
-            wanted = new.pop() if len(new) == 1 else local
-            free = wanted not in bound and wanted not in names.values()
-            if wanted == FACE:  # `import lightning` without an alias: its uses are rewritten in any case
+                    candidates.add(local)
+            # If statements bind the name to different things, one new name cannot be right for every use.
+            new_name = candidates.pop() if len(candidates) == 1 else local
+            free = new_name not in bound and new_name not in names.values()
+            if new_name == FACE:
+                # `import lightning` without an alias: the `lightning` in its uses is rewritten in any case. Several
+                # `import trainwright` may bind the same name.
                 safe = free or all(isinstance(node, ast.Import) for node in bound.get(FACE, ()))
             else:
                 safe = free and local not in fixed and not exported
-            names[local] = wanted if safe else local
+            names[local] = new_name if safe else local
         return names
 
     def _fixed_names(self) -> set[str]:
@@ -169,11 +174,11 @@ class _Rewriter:
         for comment in re.findall(r"#\s*type:(.*)", self.program.source.decode()):
             words |= set(re.findall(r"\w+", comment))
         for scope in self.program.scopes:
-            if scope.is_class:  # `self.name` reads it, too
+            if scope.is_class:  # `self.name` reads it, too, and is not among the program's reads of names
                 words |= scope.bound.keys()
         return words
 
-    def _change_use(self, each: Import, chain: Sequence[Any], own: str | None, local: str) -> set[str]:
+    def _change_use(self, each: Import, chain: Sequence[Any], imported: str | None, local: str) -> set[str]:
         """Rewrite the longest part of an expression such as `L.pytorch.LightningModule` that has a counterpart.
 
         If the expression is the call of a Trainer, return the variables to which the Trainer is assigned, as text.
@@ -181,60 +186,71 @@ class _Rewriter:
         Args:
             each: the import of the first name.
             chain: the name and the attribute accesses on it.
-            own: counterpart of the import.
+            imported: dotted name of the import's counterpart, or None.
             local: new name of the import.
         """
-        renamed = local if local != each.local else ""
-        if own is not None and own != FACE and not is_module(own):
-            self.program.replace(chain[0], renamed)
-            return self._check_call(chain[0], own)
+        new_text = local if local != each.local else ""  # for the first name; `replace` keeps the old text for ""
+        is_object = imported is not None and imported != FACE and not is_module(imported)
+        if imported is not None and is_object:
+            # `Trainer.from_argparse_args`: attributes of an imported class or function are not looked up.
+            self.program.replace(chain[0], new_text)
+            return self._check_call(chain[0], imported)
         words = [node.attr for node in chain[1:]]
-        base = own or FACE
+        base = imported or FACE
         for length in range(len(words), 0, -1):
             path = counterpart(".".join([each.path, *words[:length]]))
             if path is None:
                 continue
             # `L.callbacks.Missing` has the counterpart of `L.callbacks` only: the rest must be reported.
             incomplete = is_module(path) and length < len(words)
-            if not f"{path}.".startswith(f"{base}.") or incomplete:
+            # The local name is bound to `base`: a counterpart in another module cannot be reached from it.
+            reachable = f"{path}.".startswith(f"{base}.")
+            if incomplete or not reachable:
                 break
             self.program.replace(chain[length], local + path.removeprefix(base))
             return self._check_call(chain[length], path)
-        self.program.replace(chain[0], renamed)
-        if not words and own is not None:
+        self.program.replace(chain[0], new_text)
+        if not words and imported is not None:
             self.program.report(chain[0], f"the module {each.local} is used as an object; check its attributes.")
         else:
             self.program.report(chain[0], advice(".".join([each.path, *words])))
         return set()
 
-    def _check_call(self, node: ast.expr, own: str) -> set[str]:
-        """Report keyword arguments that the counterpart lacks. Return the variables that receive a new Trainer."""
+    def _check_call(self, node: ast.expr, path: str) -> set[str]:
+        """Report arguments that a called counterpart lacks. Return the variables to which a new Trainer is assigned.
+
+        An expression that is not called returns an empty set.
+
+        Args:
+            node: the expression, such as `L.Trainer` in `L.Trainer(devices=2)`.
+            path: dotted name of its counterpart.
+        """
         call = self.program.parents[node]
         if not isinstance(call, ast.Call) or call.func is not node:
             return set()
         try:
-            parameters = inspect.signature(own_object(own)).parameters
-        except (TypeError, ValueError):
+            parameters = inspect.signature(own_object(path)).parameters
+        except (TypeError, ValueError):  # not callable, or implemented in C without a signature
             return set()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         for keyword in call.keywords:
             name = keyword.arg
-            if name is None:
+            if name is None:  # `**options`
                 continue
-            if own == "trainwright.Trainer" and name in _ONLY_NONE:
+            if path == "trainwright.Trainer" and name in _ONLY_NONE:
                 if ast.unparse(keyword.value) != "None":
-                    self.program.report(keyword, f"{own} takes only {name}=None{instead(own, name)}")
+                    self.program.report(keyword, f"{path} takes only {name}=None{instead(path, name)}")
             elif not takes_all and name not in parameters:
-                self.program.report(keyword, f"{own} has no argument {name!r}{instead(own, name)}")
-        if own == "trainwright.Accelerator":
+                self.program.report(keyword, f"{path} has no argument {name!r}{instead(path, name)}")
+        if path == "trainwright.Accelerator":
             self._keep_advances(call)
-        if own != "trainwright.Trainer":
+        if path != "trainwright.Trainer":
             return set()
-        above = self.program.parents[call]
-        if isinstance(above, ast.Assign):
-            return {ast.unparse(target) for target in above.targets}
-        if isinstance(above, ast.AnnAssign):
-            return {ast.unparse(above.target)}
+        statement = self.program.parents[call]
+        if isinstance(statement, ast.Assign):
+            return {ast.unparse(target) for target in statement.targets}
+        if isinstance(statement, ast.AnnAssign):
+            return {ast.unparse(statement.target)}
         return set()
 
     def _keep_advances(self, call: ast.Call) -> None:
@@ -262,30 +278,32 @@ class _Rewriter:
         self.added.add(Unsettled(call.lineno, _ADVANCES))
 
     def _change_import(self, node: ast.Import | ast.ImportFrom, new_names: dict[ast.alias, _NewName]) -> None:
+        """Rewrite an import statement. It becomes several if its names are in several modules of Trainwright."""
         if isinstance(node, ast.Import):
             self._change_plain_import(node, new_names)
             return
         original = str(node.module)
-        imported: dict[str, list[str]] = {}  # module → names
+        imported: dict[str, list[str]] = {}  # module → names: {"trainwright.callbacks": ["Timer", "Callback as CB"]}
         for alias in node.names:
             new = new_names.get(alias)
             if new is None or new.path is None:
                 self.program.report(alias, advice(f"{node.module}.{alias.name}"))
                 imported.setdefault(original, []).append(ast.unparse(alias))
                 continue
+            # `from lightning import pytorch as pl` becomes `import trainwright as pl`: its module is "".
             module, _, name = new.path.rpartition(".")
             imported.setdefault(module, []).append(_written(name, new.local, keep=alias.name == alias.asname))
-        if list(imported) == [original]:
+        if list(imported) == [original]:  # only names without a counterpart
             return
         if len(imported) == 1 and "" not in imported:
             ((module, names),) = imported.items()
             self._edit_import(node, module, names)
             return
+        # From here on, the statement is replaced as a whole.
         if original in imported:  # the names without a counterpart come last
             imported[original] = imported.pop(original)
         statements: list[str] = []
         for module, names in imported.items():
-            # `from lightning import pytorch as pl` becomes `import trainwright as pl`: its module is empty.
             prefix = f"from {module} " if module else ""
             statements.append(f"{prefix}import {', '.join(names)}")
         self._report_comments(node)
@@ -313,8 +331,10 @@ class _Rewriter:
                 self.program.unsettled.add(Unsettled(number, text))
 
     def _change_plain_import(self, node: ast.Import, new_names: dict[ast.alias, _NewName]) -> None:
+        """Rewrite `import lightning.pytorch as pl`, or `import lightning.pytorch`, which binds `lightning`."""
         for alias, new in new_names.items():
             path = new.path
+            # Without an alias, `path` is that of the top package. The imported module may still have no counterpart.
             if alias.asname is None and counterpart(alias.name) is None:
                 path = None
             if path is None:
@@ -335,14 +355,16 @@ class _Rewriter:
         `import lightning` and `import accelerate` both become `import trainwright`.
         """
         parent = self.program.parents[node]
+        # A statement is always in one of the lists of its parent, such as the `body` or the `orelse` of an `if`.
         for name, value in ast.iter_fields(parent):
             if isinstance(value, list) and node in value:
-                block = (parent, name)  # such as the `body` or the `orelse` of an `if`
+                block = (parent, name)
         if block in self._plain_imports:
             del self.program.edits[self.program.span(node.names[0])]
             line_begin = self.program.starts[node.lineno - 1]
+            # Line numbers count from 1, so this is the start of the next line.
             line_end = self.program.starts[node.end_lineno or node.lineno]
-            self.program.edits[line_begin, line_end] = ""
+            self.program.edits[line_begin, line_end] = ""  # an edit itself, unlike `replace`, may delete text
         self._plain_imports.add(block)
 
     def _settle_strings(self, modules: dict[str, str], names: dict[str, str]) -> None:
@@ -357,7 +379,8 @@ class _Rewriter:
             for annotation in annotations_of(node):
                 types |= set(_types_in(annotation))
         for node, text in self.program.strings:
-            if node in types and set(re.findall(r"\b(\w+)\.", text)) & modules.keys():
+            names_with_attributes = set(re.findall(r"\b(\w+)\.", text))  # `L` in "list[L.LightningModule]"
+            if node in types and names_with_attributes & modules.keys():
                 self._rewrite_quoted(node, modules, names)
             elif _PATH.fullmatch(text):
                 path = counterpart(text)
@@ -372,11 +395,11 @@ class _Rewriter:
             if local not in modules:
                 return match[0]
             path = modules[local] + rest
-            own = counterpart(path)
-            if own is None:
+            new_path = counterpart(path)
+            if new_path is None:
                 self.program.report(node, f"the annotation in quotes: {advice(path)}")
                 return match[0]
-            return names[local] + own.removeprefix(FACE)
+            return names[local] + new_path.removeprefix(FACE)
 
         begin, end = self.program.span(node)
         text = self.program.source[begin:end].decode()
@@ -397,7 +420,7 @@ def counterpart(path: str) -> str | None:
 
     The counterpart of a library's top package is `trainwright`.
     """
-    if canonical(path) in _TOP:
+    if canonical(path) in _TOP_PACKAGES:
         return FACE
     if path.endswith(".__version__") and LIBRARIES[root(path)] == "Lightning":
         return None  # Trainwright has the version of Accelerate's interface, but none of Lightning's
@@ -405,7 +428,10 @@ def counterpart(path: str) -> str | None:
 
 
 def _module_in_use(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
-    """Return the counterpart of an imported sub-module. None if no name that the program uses in it has one."""
+    """Return the counterpart of an imported sub-module. None if no name that the program uses in it has one.
+
+    `counterpart` finds no name for most sub-modules, because they are not among the names of their parent module.
+    """
     for chain in chains:
         if len(chain) > 1 and counterpart(f"{path}.{chain[1].attr}"):
             return own_module(path)
@@ -431,26 +457,26 @@ def advice(path: str) -> str:
     return answer(name, LIBRARIES[root(path)]) or f"{path} has no counterpart here; see docs/migration-names.md."
 
 
-def instead(own: str, name: str) -> str:
-    """Return the replacement of an argument that a class lacks, as the end of a sentence."""
-    if own == "trainwright.Accelerator":
+def instead(path: str, name: str) -> str:
+    """Return the replacement of an argument `name` that the class `path` lacks, as the end of a sentence."""
+    if path == "trainwright.Accelerator":
         from trainwright.accelerator.settings import ELSEWHERE
 
         return f". Instead: {ELSEWHERE[name]}." if name in ELSEWHERE else "."
     return "; see docs/migration-names.md."
 
 
-def _plain_name(each: Import, own: str | None) -> str:
-    """Return the local name that the rewritten import binds, if it has no alias."""
+def _plain_name(each: Import, path: str | None) -> str:
+    """Return the local name that the rewritten import binds: an alias, or the last part of the counterpart's path."""
     if isinstance(each.node, ast.Import):
         return FACE if each.local in LIBRARIES else each.local
-    if own is None or each.alias.asname:
+    if path is None or each.alias.asname:
         return each.local
-    return own.rpartition(".")[2]
+    return path.rpartition(".")[2]
 
 
 def _written(name: str, local: str, *, keep: bool) -> str:
-    """Return the text of an alias. `keep` writes `a as a` for equal names."""
+    """Return the text of an alias: `name`, or `name as local`. `keep` writes `a as a` for equal names."""
     return name if name == local and not keep else f"{name} as {local}"
 
 
@@ -470,7 +496,10 @@ def _types_in(annotation: ast.expr) -> Iterator[ast.AST]:
 
 
 def _without_equal_fallbacks(text: str) -> str:
-    """Return the program with each `try: import a / except ImportError: import a` replaced by `import a`."""
+    """Return the program with each `try: import a / except ImportError: import a` replaced by `import a`.
+
+    Programs import from `lightning` and fall back on `pytorch_lightning`. After the rewrite, both imports are equal.
+    """
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Try) or not _has_equal_fallback(node):
             continue
@@ -479,6 +508,7 @@ def _without_equal_fallbacks(text: str) -> str:
             continue
         lines = [ast.unparse(statement) for statement in node.body]
         after = f"\n{' ' * node.col_offset}".join(lines)
+        # Positions behind the replaced text are invalid now, so parse again.
         return _without_equal_fallbacks(text.replace(before, after, 1))
     return text
 

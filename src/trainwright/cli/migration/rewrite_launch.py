@@ -17,26 +17,33 @@ from trainwright.launch.reading import check_supported, known_options, options_o
 
 _NAMES = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config|test"
 _OTHER_NAMES = {"test": "check"}  # the others are the same
+# The name may follow a folder: `.venv/bin/accelerate launch`.
 _START = r"(?<![\w/.-])(?P<before>(?:[\w.$(){}~-]*/)*)"
 # The name ends here: not so in `accelerate-config.yaml`, `accelerate-test-suite` and the package `test-tube`.
 _END = r"(?![\w/-]|\.\w)"
+# `accelerate launch` and `accelerate-launch`
 _COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_NAMES}){_END}")
+# `python -m accelerate.commands.launch` becomes `python -m trainwright launch`.
 _MODULE = re.compile(rf"(?P<before>-m[ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_NAMES}){_END}")
+# Modules with other names than their commands. They exist in `trainwright.commands`, too.
 _RENAMED_MODULE = re.compile(rf"-m([ \t]+)accelerate\.commands\.(?=(?:estimate|merge|to_fsdp2|tpu){_END})")
+# Words of a list: `["accelerate", "launch"]`, or two items of YAML on two lines.
 _LISTED = re.compile(rf"\baccelerate(?P<between>[\"']?(?:,\s*|\s*\n\s*-\s*)[\"']?)(?P<name>{_NAMES}){_END}")
 _ENDINGS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".sub", ".job", ".mk", ".yaml", ".yml")
 _CONFIG_KEYS = ("compute_environment", "distributed_type")
 
 
 def rewrite_launch(code: bytes) -> Rewritten:
-    """Rewrite the commands of a file. Comments are not changed.
+    """Rewrite the commands of a file. Lines with a comment only are not changed.
+
+    Options after a `trainwright launch` that it does not support are reported, also on all later lines.
 
     Raises:
         UnicodeDecodeError: the file is not text.
     """
     unsettled: list[Unsettled] = []
     lines = code.decode().split("\n")
-    launches = False
+    launches = False  # whether this line or an earlier one has a launch command
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("#"):
             continue
@@ -58,13 +65,13 @@ def rewrite_launch(code: bytes) -> Rewritten:
 
 def _renamed(command: re.Match[str]) -> str:
     """Return Trainwright's command. Words of a list keep what is between them."""
-    found = command.groupdict()
-    name = _OTHER_NAMES.get(found["name"], found["name"])
-    return f"{found.get('before', '')}trainwright{found.get('between', ' ')}{name}"
+    groups = command.groupdict()  # each pattern has either `before` or `between`
+    name = _OTHER_NAMES.get(groups["name"], groups["name"])
+    return f"{groups.get('before', '')}trainwright{groups.get('between', ' ')}{name}"
 
 
 def _problems(option: Option, flag: str, value: str) -> list[str]:
-    """Return what `trainwright launch` does not support of an option in a command."""
+    """Return messages about an option in a command that `trainwright launch` does not support. Empty if it does."""
     reason = option.refusal(True if option.is_flag else value or True)
     if reason:
         return [f"--{flag} is not supported: {reason}."]
@@ -85,10 +92,10 @@ def is_command_file(path: Path, code: bytes) -> bool:
 
 
 def check_config(code: bytes, path: Path) -> list[Unsettled] | None:
-    """Return the options of an Accelerate configuration file that `trainwright launch` does not support.
+    """Return the error of `trainwright launch` for an Accelerate configuration file, in a list.
 
     Returns:
-        None if the file is not an Accelerate configuration.
+        An empty list if the file is supported. None if it is not an Accelerate configuration.
     """
     try:
         content = parse_yaml(code.decode("utf-8", "replace"), str(path))

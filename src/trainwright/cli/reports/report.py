@@ -36,12 +36,22 @@ _PLAN = (
     "callbacks",
     "loggers",
 )
-# Keys of a stage's first line that other tables show, or none: the rest is the environment.
-_ELSEWHERE = frozenset({*_PLAN, "event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code"})
+# Keys of a stage's first line that other tables show, or no table. All other keys are in the table "Environment".
+_NOT_ENVIRONMENT = frozenset(
+    {*_PLAN, "event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code"}
+)
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the report of a run and print its path."""
+    """Write the report of a run and print its path.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigurationError: the folder does not exist or contains no run, or `--output` is not in a folder that exists.
+        RunFileError: a file of the run is damaged.
+    """
     parser = argparse.ArgumentParser(prog="trainwright report", description="Write a run as one HTML file.")
     parser.add_argument("run", help="folder of a run, such as runs/version_0, or a folder above it: its newest run")
     parser.add_argument("--output", "-o", metavar="FILE", help=f"default: {REPORT_FILE} in the folder of the run")
@@ -70,8 +80,8 @@ def page(run: RunFiles) -> str:
         ("/*UPLOT_CSS*/", (_HERE / "uplot.min.css").read_text(encoding="utf-8")),
         ("{{title}}", html.escape(content["title"])),
     ):
-        before, _, after = text.partition(mark)
-        text = before + value + after
+        text_before, _, text_after = text.partition(mark)
+        text = text_before + value + text_after
     return text
 
 
@@ -79,7 +89,7 @@ def _content(run: RunFiles) -> dict[str, Any]:
     """Return the data of the page for the script in report.html."""
     start = run.start
     steps, times = times_of(run)
-    # A curve of one point is no line. Its value is in the table of metrics.
+    # A chart cannot show a line with one point. Its value is in the table of metrics.
     curves = {name: curve for name, curve in run.curves.items() if len(curve.steps) > 1}
     has_rate = any(name.startswith("lr-") for name in curves)  # by LearningRateMonitor
     charted_steps = [line["step"] for line in run.progress]
@@ -179,7 +189,7 @@ def _progress_charts(run: RunFiles, *, has_rate: bool) -> list[dict[str, Any]]:
     def add(chart: str, curve: str, value: float) -> None:
         series.setdefault(chart, {}).setdefault(curve, []).append((line["step"], value))
 
-    before: dict[str, Any] | None = None
+    previous: dict[str, Any] | None = None
     for line in run.progress:
         if not has_rate:
             rates = line["lr"]
@@ -187,14 +197,15 @@ def _progress_charts(run: RunFiles, *, has_rate: bool) -> list[dict[str, Any]]:
                 add("Learning rate", "lr" if len(rates) == 1 else f"group {i}", rate)
         if "grad_norm" in line:
             add("Gradient norm before clipping", "norm", float(line["grad_norm"]))
-        if before is not None and line["seconds"] > before["seconds"]:
-            seconds = line["seconds"] - before["seconds"]
+        # `seconds`, `samples` and `tokens` are totals of the run. Equal totals give no throughput.
+        if previous is not None and line["seconds"] > previous["seconds"]:
+            seconds = line["seconds"] - previous["seconds"]
             for unit in ("samples", "tokens"):
-                if line[unit] > before[unit]:
-                    add(f"Throughput in {unit} per second", f"{unit}/s", (line[unit] - before[unit]) / seconds)
+                if line[unit] > previous[unit]:
+                    add(f"Throughput in {unit} per second", f"{unit}/s", (line[unit] - previous[unit]) / seconds)
         if line["memory"] is not None:
             add("Peak memory of the main process in GiB", "GiB", line["memory"] / 2**30)
-        before = line
+        previous = line
     charts: list[dict[str, Any]] = []
     for title, points_by_name in series.items():
         charts.append(_chart(title, {name: _curve(points) for name, points in points_by_name.items()}))
@@ -208,6 +219,7 @@ def _curve(points: list[tuple[int, float]]) -> Curve:
 
 
 def _chart(title: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
+    """Return a chart for the script: `{"title": …, "series": [{"name": "loss", "steps": "eJx…", "values": …}]}`."""
     series: list[dict[str, str]] = []
     for name, curve in curves.items():
         # Differences of steps repeat, and compress to almost nothing. The script adds them up again.
@@ -239,7 +251,10 @@ def _packed(values: NDArray[Any]) -> str:
 
 
 def _events(run: RunFiles, steps: list[int], times: list[float]) -> list[dict[str, Any]]:
-    """Return the events of the run in the order of time."""
+    """Return the events of the run and the values of curves that are not finite, sorted by step.
+
+    `seconds` are those since the first event. They are interpolated for values, and None without a record.
+    """
     events: list[dict[str, Any]] = []
     for line in run.events:
         event = _event(line)
@@ -248,16 +263,17 @@ def _events(run: RunFiles, steps: list[int], times: list[float]) -> list[dict[st
             events.append({"kind": event.kind, "step": event.step, "seconds": seconds, "text": event.text})
     for name, curve in run.curves.items():
         for step in curve.steps[~np.isfinite(curve.values)][:_MAX_NOT_FINITE].tolist():
-            between = float(np.interp(step, steps, times)) if steps else None
-            events.append({"kind": "not finite", "step": step, "seconds": between, "text": f"{name} is not finite"})
+            interpolated = float(np.interp(step, steps, times)) if steps else None
+            text = f"{name} is not finite"
+            events.append({"kind": "not finite", "step": step, "seconds": interpolated, "text": text})
     return sorted(events, key=lambda event: event["step"])
 
 
 @dataclass(frozen=True)
 class _Event:
-    kind: str
+    kind: str  # `event` of the line
     step: int
-    text: str
+    text: str  # the description
 
 
 def _event(line: Mapping[str, Any]) -> _Event | None:
@@ -269,7 +285,7 @@ def _event(line: Mapping[str, Any]) -> _Event | None:
             resumed = line.get("resumed_from")
             return _Event(kind, step, f"resumed from {resumed}" if resumed else "started")
         case "save":
-            # Other steps may have passed until the checkpoint is written.
+            # `step` is that of the end of writing, before which other steps may have passed.
             return _Event(kind, line["of_step"], f"{line['name']} ({line['bytes'] / 2**20:.1f} MiB)")
         case "end":
             return _Event(kind, step, line["status"]) if line["stage"] == "fit" else None
@@ -298,9 +314,10 @@ def _skipped(line: Mapping[str, Any]) -> str:
 
 
 def _tables(run: RunFiles) -> list[dict[str, Any]]:
+    """Return all tables in the order of the page. A table may have no rows."""
     start = run.start
     events = [[event["kind"], str(event["step"]), event["text"]] for event in _events(run, *times_of(run))]
-    facts = {name: value for name, value in start.items() if name not in _ELSEWHERE}
+    facts = {name: value for name, value in start.items() if name not in _NOT_ENVIRONMENT}
     environment = {**facts, **start.get("packages", {}), "code": start.get("code")}
     stages = [[event["event"], str(event["step"])] for event in run.events if event["event"] in STAGES]
     return [
@@ -340,9 +357,10 @@ def _checkpoint_rows(run: RunFiles) -> list[list[str]]:
 
 def _settings(start: Mapping[str, Any]) -> list[list[str]]:
     """Return the Trainer's arguments with their sources. Arguments with other than default values come first."""
+    # {"max_epochs": [10, "argument"], "precision": ["32-true", "default"]}
     settings = start.get("settings", {}).items()
     rows = [[name, _cell(value), source] for name, (value, source) in settings]
-    return sorted(rows, key=lambda row: row[2] == "default")
+    return sorted(rows, key=lambda row: row[2] == "default")  # False comes before True
 
 
 def _rows(values: Mapping[str, Any]) -> list[list[str]]:

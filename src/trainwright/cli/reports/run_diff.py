@@ -13,6 +13,7 @@ import numpy as np
 from trainwright.cli.main import table_lines
 from trainwright.cli.reports.run_files import Curve, RunFiles, damage_named, read_run, run_folders
 from trainwright.core.errors import ConfigurationError, visible
+from trainwright.loggers.hyperparams import json_safe
 
 _ABSENT = "–"
 # Keys of the line that a stage writes into `run.jsonl` when it begins, by the topic that shows them.
@@ -21,7 +22,15 @@ _MODEL = ("task", "parameters", "strategy", "options", "mesh", "precision", "cal
 
 
 def diff(argv: Sequence[str]) -> int:
-    """Print the differences. Return 0 if only times and folders differ, else 1."""
+    """Print the differences of two runs.
+
+    Returns:
+        The exit code: 0 if only times and folders differ, else 1.
+
+    Raises:
+        ConfigurationError: a folder contains no run, both paths name the same run, or the runs have nothing in common.
+        RunFileError: a file of a run is damaged.
+    """
     parser = argparse.ArgumentParser(prog="trainwright diff", description="Show what differs between two runs.")
     parser.add_argument("first", help="folder of a run, or a folder above it: its newest run")
     parser.add_argument("second", help="folder of the other run")
@@ -44,7 +53,7 @@ def diff(argv: Sequence[str]) -> int:
     with damage_named(f"{first.record} or {second.record}"):
         differences = compare(first, second, tolerance=wanted.tolerance)
         if wanted.json:
-            text = json.dumps(differences, indent=2)
+            text = json.dumps(json_safe(differences), indent=2, allow_nan=False)
         else:
             text = visible(_text(differences, first, second))
     print(text)
@@ -63,8 +72,8 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
     Returns:
         Rows by topic. If a run has no `run.jsonl`, the topics are `metrics` and `curves`. A row has a name and the
         value of each run. A row of `curves` has the name, the first step with unequal values, the first step whose
-        values differ by more than `tolerance` (relative to the larger value), and both values at the last common step.
-        Equal curves have no row.
+        values differ by more than `tolerance` (relative to the larger value; None without such a step), and both values
+        at the last common step. Equal curves have no row.
 
     Raises:
         ConfigurationError: the runs have no metric and no record in common, or are the same folder.
@@ -95,6 +104,7 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
 
 
 def _of_records(first: RunFiles, second: RunFiles) -> dict[str, list[list[Any]]]:
+    """Return the rows of all topics that are in the records, by topic."""
     a = first.start
     b = second.start
     return {
@@ -109,6 +119,7 @@ def _of_records(first: RunFiles, second: RunFiles) -> dict[str, list[list[Any]]]
 
 
 def _selected(start: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the values with these names. A record of an older version may lack one."""
     return {name: start.get(name) for name in names}
 
 
@@ -118,6 +129,7 @@ def _setting_values(start: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[list[Any]]:
+    """Return a row [name, value of the first run, value of the second run] for each value that differs."""
     rows: list[list[Any]] = []
     for name in dict.fromkeys((*first, *second)):
         value_first = first.get(name, _ABSENT)
@@ -145,9 +157,9 @@ class _Parting:
 
     Attributes:
         unequal_step: first common step with unequal values, or the first step of all if no step is common.
-        far_step: first common step whose values differ by more than the tolerance. None if there is none.
-        last_first: the first curve's value at the last common step.
-        last_second: the second curve's value at that step.
+        far_step: first common step whose values differ by more than the tolerance. None without such a step.
+        last_first: the first curve's value at the last common step, or its last value if no step is common.
+        last_second: the second curve's value at that step, or its last value.
     """
 
     unequal_step: int
@@ -158,6 +170,8 @@ class _Parting:
 
 def _parting(first: Curve, second: Curve, tolerance: float) -> _Parting | None:
     """Return where two curves differ, or None for curves with equal values at all common steps."""
+    first = _without_repeats(first)
+    second = _without_repeats(second)
     steps, at_first, at_second = np.intersect1d(first.steps, second.steps, return_indices=True)
     if not len(steps):
         start = int(min(first.steps[0], second.steps[0]))
@@ -172,6 +186,12 @@ def _parting(first: Curve, second: Curve, tolerance: float) -> _Parting | None:
         far = unequal & ~(np.abs(a - b) <= tolerance * np.maximum(np.abs(a), np.abs(b)))
     far_step = int(steps[far.argmax()]) if far.any() else None
     return _Parting(int(steps[unequal.argmax()]), far_step, float(a[-1]), float(b[-1]))
+
+
+def _without_repeats(curve: Curve) -> Curve:
+    """Return the last value of each step. A run that resumes, or rolls back, logs steps again."""
+    is_last = np.append(np.diff(curve.steps) > 0, True)
+    return Curve(curve.steps[is_last], curve.values[is_last])
 
 
 def _text(differences: Mapping[str, list[list[Any]]], first: RunFiles, second: RunFiles) -> str:

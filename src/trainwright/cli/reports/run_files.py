@@ -84,7 +84,7 @@ class RunFiles:
 
     @property
     def record(self) -> Path:
-        """The file to name for wrong content: the record, or else the first file of curves, or else the folder."""
+        """The file that errors name for wrong content: the record, or the first file of curves, or the folder."""
         return next(iter(self.sources), self.folder)
 
     @property
@@ -105,12 +105,16 @@ class RunFiles:
 def read_run(path: str | Path) -> RunFiles:
     """Read a run.
 
+    The record is in the folder, below it, or in the folder of another logger of the run. The curves are in the folders
+    of the run's loggers, or else beside the record.
+
     Args:
         path: folder of a run, a file in it, or a folder above several runs, of which the newest that trained is read.
 
     Raises:
         ConfigurationError: `path` does not exist, or contains no run.
-        RunFileError: a file is damaged.
+        RunFileError: a file cannot be read or is damaged.
+        MissingPackageError: the curves are in event files, and tensorboard is not installed.
     """
     path = Path(path)
     if not path.exists():
@@ -123,7 +127,7 @@ def read_run(path: str | Path) -> RunFiles:
             _read_record(record, run)
             log_folders = _log_folders(run)
         for folder in log_folders:
-            if not run.curves:
+            if not run.curves:  # several loggers have the same curves
                 _read_curves(folder, run)
     if not run.curves:
         _read_curves(run.folder.resolve(), run)
@@ -170,7 +174,7 @@ def _record_of(logs: Path) -> Path | None:
         return None
     # runs/csv/version_0 has its record in runs/tensorboard/version_0, for example.
     for path in logs.parents[1].glob(f"*/*/{RECORD_FILE}"):
-        with contextlib.suppress(RunFileError):  # of another run
+        with contextlib.suppress(RunFileError):  # a damaged record of another run
             run = RunFiles(path.parent)
             with damage_named(path):
                 _read_record(path, run)
@@ -192,6 +196,7 @@ def _newest(top: Path, pattern: str) -> Path | None:
 
 
 def _read_record(path: Path, run: RunFiles) -> None:
+    """Read a record into `run.events`, `run.progress`, `run.trained` and `run.sources`."""
     run.sources.append(path)
     latest_fit: dict[str, Any] = {}
     for number, line in _json_lines(path):
@@ -225,7 +230,9 @@ def _read_curves(folder: Path, run: RunFiles) -> None:
         for file in files:
             with damage_named(file):
                 read(file, points)
-                curves = {name: _curve(values) for name, values in sorted(points.items())}
+                # After each file, so that an error of a value names the file that contains it.
+                # A column of a CSV file may have no values.
+                curves = {name: _curve(values) for name, values in sorted(points.items()) if values}
         if points:
             run.sources += files
             run.curves = curves
@@ -233,6 +240,7 @@ def _read_curves(folder: Path, run: RunFiles) -> None:
 
 
 def _curve(points: list[tuple[int, float]]) -> Curve:
+    """Return the curve of (step, value) points. Raise ValueError for a step that reports cannot store."""
     table = np.array(points, dtype=np.float64).reshape(-1, 2)
     if np.abs(table[:, 0]).max(initial=0) >= _MAX_STEP:
         raise ValueError(f"a step is beyond {_MAX_STEP}")
@@ -241,6 +249,7 @@ def _curve(points: list[tuple[int, float]]) -> Curve:
 
 
 def _read_csv(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
+    """Add the values of a CSV file to `points`. An empty cell has no value."""
     with open(path, encoding="utf-8", newline="") as file:
         # A crash may truncate the last line.
         rows = csv.reader(line for line in file if line.endswith("\n"))
@@ -263,6 +272,7 @@ def _read_csv(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
 
 
 def _read_jsonl(path: Path, points: dict[str, list[tuple[int, float]]]) -> None:
+    """Add the numbers in the lines of a JSON Lines file to `points`."""
     for number, line in _json_lines(path):
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             raise RunFileError(f"{path}, line {number}: expected an object with the key 'step'.")
@@ -314,7 +324,7 @@ def _records(path: Path, kind: Any) -> Iterator[Any]:
             length, checksum = struct.unpack("<QI", header)
             if checksum != checksums.masked_crc32c(header[:8]):
                 raise RunFileError(f"{path}, byte {file.tell() - 12}: a checksum does not match. The file is damaged.")
-            if length + 4 > path.stat().st_size - file.tell():  # a length may be 1 TiB, so do not try to read it
+            if length + 4 > path.stat().st_size - file.tell():  # truncated; a wrong length may be 1 TiB
                 return
             data = file.read(length + 4)
             try:
@@ -327,7 +337,10 @@ _READERS = {"metrics.csv": _read_csv, "metrics.jsonl": _read_jsonl, _EVENT_FILES
 
 
 def times_of(run: RunFiles) -> tuple[list[int], list[float]]:
-    """Return steps and their times in seconds since the first event, both increasing. Empty without a record."""
+    """Return steps and their times, sorted by step. Both are empty without a record.
+
+    Steps are those of progress lines and of the start of each fit. Times are seconds since the first of them.
+    """
     points: dict[int, float] = {}
     fits = [event for event in run.events if event["event"] == "fit"]
     for line in (*fits, *run.progress):

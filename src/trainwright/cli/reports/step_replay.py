@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -32,8 +32,10 @@ from trainwright.loggers.hyperparams import json_safe, plain
 from trainwright.loggers.run_record import RECORD_FILE
 from trainwright.trainer import Trainer
 
-_SHOWN = 8  # parameters and samples
-_DEPTHS = ("", "*/", "*/*/", "*/*/*/")  # of records below the folder that contains the checkpoints' folder
+_MAX_SHOWN = 8  # parameters and samples
+# Patterns of the folders of records, below the folder that contains the checkpoints' folder: runs/net/checkpoints may
+# belong to the record in runs/net/csv/version_0.
+_RECORD_FOLDERS = ("", "*/", "*/*/", "*/*/*/")
 _CONFIGS = ("config.resolved.yaml", "config.yaml")
 
 
@@ -47,7 +49,9 @@ class Replay:
         grad_norms: gradient norm of each step before clipping.
         gradients: norm of each parameter's gradient in the last step, by name.
         samples: data set indices of the last step's samples; empty if unknown.
-        skipped: data that `on_nonfinite` has skipped.
+        skipped: data that `on_nonfinite` has skipped, in all replayed steps.
+
+    A step without a loss (manual optimization) or without a step of the optimizer is missing in the dicts.
     """
 
     step: int
@@ -59,13 +63,13 @@ class Replay:
 
 
 class _Recorder(Callback):
-    """Callback that records losses and gradients of steps."""
+    """Callback that records losses, gradients and samples into a `Replay`, and stops after its step."""
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
 
     def on_train_step_start(self, trainer: Any, task: TaskModule, group: Group) -> None:
-        if trainer.state.step != self._replay.step - 1:
+        if trainer.state.step != self._replay.step - 1:  # `state.step` counts completed steps
             return
         loader = trainer.run.data.train().loader
         self._replay.samples = []
@@ -87,7 +91,7 @@ class _Recorder(Callback):
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         if result.loss is not None:
             self._replay.losses[trainer.state.step] = float(result.loss)
-        if result.grad_norm is not None:
+        if result.grad_norm is not None:  # the norm that the run logs, if it was computed
             self._replay.grad_norms[trainer.state.step] = float(result.grad_norm)
         if trainer.state.step >= self._replay.step:
             trainer.request_stop("the step to replay is complete", closes_epoch=False)
@@ -119,7 +123,11 @@ def replay_step(
         accumulate_grad_batches: micro-batches of a step on one rank. Default: 1.
         arguments: further arguments of the `Trainer` of the run. Schedules may depend on `max_epochs` and `max_steps`.
 
+    Returns:
+        The losses and gradients of the steps after the checkpoint up to `step`.
+
     Raises:
+        CheckpointError: the checkpoint is missing or damaged.
         ConfigurationError: the checkpoint is not a full checkpoint of an earlier step, or the data ends before `step`.
     """
     manifest = open_checkpoint(Path(checkpoint)).manifest
@@ -168,7 +176,13 @@ def replay(argv: Sequence[str]) -> int:
     """Replay a step of a configuration; see `trainwright replay --help`.
 
     Returns:
-        0 if all replayed values are within the tolerance of the logged values, else 1.
+        The exit code: 0 if all replayed values are within the tolerance of the logged values, or no values were
+        logged, else 1.
+
+    Raises:
+        ConfigurationError: the folder is not one checkpoint, the configuration is missing or not valid, or the step
+            cannot be reached.
+        RunFileError: the record of `--run` is damaged.
     """
     wanted, rest = _parser().parse_known_args(argv)
     checkpoint = Path(wanted.checkpoint)
@@ -185,13 +199,13 @@ def replay(argv: Sequence[str]) -> int:
         raise ConfigurationError(_needs_configuration(checkpoint))
     run = _run_of(checkpoint, wanted.run)
     result = _replay_configured(checkpoint, wanted.step, run, line)
-    rows: list[list[Any]] = []
+    rows: list[_ComparedValue] = []
     if run is not None:
         with damage_named(run.record):
             rows = _compared(result, run)
     if wanted.json:
         facts = {
-            "compared": rows,
+            "compared": [list(row) for row in rows],
             "gradients": result.gradients,
             "samples": result.samples,
             "skipped": result.skipped,
@@ -199,8 +213,8 @@ def replay(argv: Sequence[str]) -> int:
         print(json.dumps(json_safe(plain(facts)), indent=2, allow_nan=False))
     else:
         print(visible(_text(result, rows, wanted.tolerance)))
-    for _, _, logged, replayed in rows:
-        if not _is_close(logged, replayed, wanted.tolerance):
+    for row in rows:
+        if not _is_close(row.logged, row.replayed, wanted.tolerance):
             return 1
     return 0
 
@@ -222,15 +236,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
-    """Return the run that wrote a checkpoint, or None if no record nearby names the checkpoint's folder."""
+    """Return the run that wrote a checkpoint, or None if no record nearby names the checkpoint's folder.
+
+    Args:
+        checkpoint: folder of the checkpoint: `runs/net/checkpoints/step=20`.
+        named: folder of the run, as the user names it. Default: None, which searches from `runs/net` on.
+    """
     if named is not None:
         return read_run(named)
     above = checkpoint.absolute().parent.parent
     records: list[Path] = []
-    for depth in _DEPTHS:
-        records += above.glob(depth + RECORD_FILE)
+    for folders in _RECORD_FOLDERS:
+        records += above.glob(folders + RECORD_FILE)
     for record in sorted(records, key=lambda file: -file.stat().st_mtime):  # the newest first
-        with contextlib.suppress(RunFileError):  # of another run
+        with contextlib.suppress(RunFileError):  # a damaged record of another run
             run = read_run(record.parent)
             with damage_named(record):
                 folder = run.folder / run.start.get("folders", {}).get("checkpoints", "")
@@ -264,6 +283,7 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
+    # The record is more reliable than the configuration: overrides of the run's command line are not in a file.
     seed = arguments["seed"]
     num_ranks: int | None = None
     if run is not None:
@@ -304,34 +324,44 @@ def _print_differences(recorded: Mapping[str, Any], built: Any) -> None:
             )
 
 
-def _compared(result: Replay, run: RunFiles) -> list[list[Any]]:
-    """Return a list [step, name, logged value, replayed value] for each logged value of the replayed steps."""
-    rows: list[list[Any]] = []
+class _ComparedValue(NamedTuple):
+    """A value that the run has logged, and its replayed value. `name` is `loss` or `grad_norm`."""
+
+    step: int
+    name: str
+    logged: float
+    replayed: float
+
+
+def _compared(result: Replay, run: RunFiles) -> list[_ComparedValue]:
+    """Return the logged values of the replayed steps, each with its replayed value."""
+    rows: list[_ComparedValue] = []
     for line in run.progress:
         step = line["step"]
         for name, values in (("loss", result.losses), ("grad_norm", result.grad_norms)):
             if name in line and step in values:
-                rows.append([step, name, float(line[name]), values[step]])
+                rows.append(_ComparedValue(step, name, float(line[name]), values[step]))
     return rows
 
 
 def _is_close(logged: float, replayed: float, tolerance: float) -> bool:
-    if not (math.isfinite(logged) and math.isfinite(replayed)):
+    if not (math.isfinite(logged) and math.isfinite(replayed)):  # equal infinities, or two NaNs
         return logged == replayed or (math.isnan(logged) and math.isnan(replayed))
     return abs(logged - replayed) <= tolerance * max(abs(logged), abs(replayed))
 
 
-def _text(result: Replay, rows: list[list[Any]], tolerance: float) -> str:
+def _text(result: Replay, rows: list[_ComparedValue], tolerance: float) -> str:
+    """Return the output of the command without `--json`."""
     step = result.step
     loss = f", loss {result.losses[step]:.6g}" if step in result.losses else ""
     lines = [f"step {step}{loss}, gradient norm {result.grad_norms.get(step, math.nan):.6g}"]
     if rows:
         table = [["step", "", "logged", "replayed", ""]]
-        for row_step, name, logged, replayed in rows:
-            verdict = "equal" if _is_close(logged, replayed, tolerance) else "differs"
-            table.append([str(row_step), name, f"{logged:.6g}", f"{replayed:.6g}", verdict])
+        for row in rows:
+            verdict = "equal" if _is_close(row.logged, row.replayed, tolerance) else "differs"
+            table.append([str(row.step), row.name, f"{row.logged:.6g}", f"{row.replayed:.6g}", verdict])
         lines += ["", *table_lines(table)]
-    if not any(row[0] == step for row in rows):
+    if not any(row.step == step for row in rows):
         lines.append(f"step {step} itself was not logged: only every log_every_n_steps-th step is.")
     not_finite = [name for name, norm in result.gradients.items() if not math.isfinite(norm)]
     if not_finite:
@@ -343,7 +373,7 @@ def _text(result: Replay, rows: list[list[Any]], tolerance: float) -> str:
         samples = f"; samples {_first(ids)}" if ids else ""
         lines.append(f"skipped after step {skipped.step}: {skipped.reason}{samples}")
     lines += ["", "largest gradients:"]
-    largest = sorted(result.gradients.items(), key=lambda item: -item[1])[:_SHOWN]
+    largest = sorted(result.gradients.items(), key=lambda item: -item[1])[:_MAX_SHOWN]
     lines += [f"  {name}  {norm:.4g}" for name, norm in largest]
     if result.samples:
         lines.append(f"samples: {_first(result.samples)}")
@@ -351,5 +381,5 @@ def _text(result: Replay, rows: list[list[Any]], tolerance: float) -> str:
 
 
 def _first(values: Sequence[int | str]) -> str:
-    more = " …" if len(values) > _SHOWN else ""
-    return ", ".join(map(str, values[:_SHOWN])) + more
+    more = " …" if len(values) > _MAX_SHOWN else ""
+    return ", ".join(map(str, values[:_MAX_SHOWN])) + more
