@@ -25,13 +25,13 @@ class ClearMLLogger(QueuedLogger):
     """Logger for ClearML, online or offline.
 
     A metric `val/loss` is the series `loss` of the plot `val`. ClearML stores only finite values. Other values are
-    skipped. Offline, ClearML writes a folder and a zip file for `Task.import_offline_session`, and cannot resume a
-    task. ClearML chooses the folder.
+    skipped. Offline, ClearML writes a folder and a zip file for `Task.import_offline_session`. ClearML chooses the
+    folder. It cannot resume a task offline, so every start creates a new one.
 
     Args:
         project_name: the project. Default: `"trainwright_logs"`.
         task_name: the task's name. Default: None, the name of the Trainer's run, or `"run"`.
-        task_id: the task to continue. Default: None, which creates a task.
+        task_id: the task to continue. It has no effect offline. Default: None, which creates a task.
         offline: write files only. Default: None, ClearML's own setting: `CLEARML_OFFLINE_MODE=1` or
             `Task.set_offline(True)`.
         prefix, log_model: see `RemoteLogger`.
@@ -73,7 +73,8 @@ class ClearMLLogger(QueuedLogger):
         options.update(self._options)
         self._experiment = clearml.Task.init(**options)
         if continues:
-            self._experiment.set_initial_iteration(0)  # otherwise ClearML adds the last one to every step
+            # Otherwise ClearML adds the last iteration of the continued task to every step.
+            self._experiment.set_initial_iteration(0)
         self._id = self._experiment.id
         self._dir = Path(self._experiment.get_offline_mode_folder()) if self._offline else None
 
@@ -108,6 +109,7 @@ class ClearMLLogger(QueuedLogger):
         self._experiment.flush()
 
     def _close(self, status: Status) -> None:
+        # The task of a successful run needs no call: `close` marks it as completed.
         if not self._offline and status == "failed":
             self._experiment.mark_failed()
         elif not self._offline and status == "interrupted":
@@ -116,6 +118,6 @@ class ClearMLLogger(QueuedLogger):
 
 
 def _title(key: str) -> tuple[str, str]:
-    """Return the plot and the series of a metric, such as `("val", "loss")` for `val/loss`."""
+    """Return the plot and the series of a metric: `("val", "loss")` for `val/loss`, `("loss", "loss")` for `loss`."""
     title, _, series = key.rpartition("/")
     return title or key, series

@@ -12,8 +12,11 @@ from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
 
 # Comet also records metrics, parameters and output by default. This logger records logged values only.
-_QUIET = {
-    **dict.fromkeys(("auto_metric_logging", "auto_param_logging", "auto_output_logging", "parse_args"), False),
+_DEFAULT_OPTIONS = {
+    "auto_metric_logging": False,
+    "auto_param_logging": False,
+    "auto_output_logging": False,
+    "parse_args": False,
     "display_summary_level": 0,
 }
 
@@ -28,13 +31,17 @@ class CometLogger(QueuedLogger):
         api_key: key of Comet. Default: None, Comet's setting.
         workspace: workspace in Comet. Default: None, Comet's setting.
         project: the project. Default: None, Comet's setting.
-        experiment_key: the experiment to continue, or the key of a new one. Default: None.
+        experiment_key: the experiment to continue, or the key of a new one. Default: None, Comet's setting, or a new
+            key.
         mode: `"create"` requires that no experiment has the key. `"get"` requires that an experiment has the key.
-            Default: `"get_or_create"`.
+            `"get_or_create"` accepts both. Default: None, Comet's setting, or `"get_or_create"`. A resumed run uses
+            `"get"`.
         online: False only writes files. Default: None, Comet's setting.
         prefix, log_model: see `RemoteLogger`.
-        experiment_config: a `comet_ml.ExperimentConfig`, instead of `options`. Default: None.
-        options: arguments of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
+        experiment_config: a `comet_ml.ExperimentConfig`, which replaces `options`. What Comet records besides logged
+            values then depends on it. Default: None.
+        options: arguments of `comet_ml.ExperimentConfig`, for example `name` (default here: the name of the Trainer's
+            run), `tags`, `offline_directory`.
     """
 
     _package = "comet_ml"
@@ -55,16 +62,22 @@ class CometLogger(QueuedLogger):
         **options: Any,
     ) -> None:
         super().__init__(prefix=prefix or "", log_model=log_model, project=project, id=experiment_key)
-        self._started = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
+        # Arguments of `comet_ml.start`.
+        self._start_options = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
         self._mode = mode
         self._config = experiment_config
         self._options = options
 
     def _open(self, run: RunInfo) -> None:
         comet = require_package("comet_ml", purpose="CometLogger", install="comet-ml")
-        config = self._config or comet.ExperimentConfig(**{**_QUIET, "name": run.run_name, **self._options})
+        config = self._config
+        if config is None:
+            options = {**_DEFAULT_OPTIONS, "name": run.run_name, **self._options}
+            config = comet.ExperimentConfig(**options)
         mode = "get" if self._exists else self._mode
-        self._experiment = comet.start(**self._started, experiment_key=self._id, mode=mode, experiment_config=config)
+        self._experiment = comet.start(
+            **self._start_options, experiment_key=self._id, mode=mode, experiment_config=config
+        )
         self._id = self._experiment.get_key()
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
@@ -89,7 +102,7 @@ class CometLogger(QueuedLogger):
         self._experiment.log_model(path.name, str(path), metadata={"aliases": list(aliases)})
 
     def _flush(self) -> None:
-        if self._started["online"] is not False:
+        if self._start_options["online"] is not False:  # offline, Comet has nothing to send
             self._experiment.flush()
 
     def _close(self, status: Status) -> None:

@@ -22,8 +22,8 @@ class DVCLiveLogger(QueuedLogger):
     Args:
         dir: the folder. Default: None, `dvclive` in the run's root folder.
         prefix, log_model: see `RemoteLogger`. `log_model` needs a DVC repository.
-        options: arguments of `dvclive.Live`, such as `exp_name`, `report` and `save_dvc_exp` (default here:
-            False), which needs a DVC repository.
+        options: arguments of `dvclive.Live`, such as `exp_name`, `report`, `dvcyaml` (default here: None) and
+            `save_dvc_exp` (default here: False), which needs a DVC repository.
     """
 
     _package = "dvclive"
@@ -46,18 +46,20 @@ class DVCLiveLogger(QueuedLogger):
     def _open(self, run: RunInfo) -> None:
         dvclive = require_package("dvclive", purpose="DVCLiveLogger")
         self._dir = self._dir or run.root_dir / "dvclive"
-        self._id = self._dir.name
+        self._id = self._dir.name  # a run is resumed by its folder
         options = {"save_dvc_exp": False, "dvcyaml": None, "resume": self._exists, **self._options}
         self._experiment = dvclive.Live(dir=str(self._dir), **options)
 
     def _last_steps(self) -> Mapping[str, int]:
+        # `val/loss.tsv` has the columns step and value, separated by a tab, after one line with their names.
         folder = Path(self.log_dir or ".", "plots", "metrics")
-        files = {path: path.read_text().splitlines()[1:] for path in folder.rglob("*.tsv")}
-        return {
-            path.relative_to(folder).with_suffix("").as_posix(): int(lines[-1].split("\t")[0])
-            for path, lines in files.items()
-            if lines
-        }
+        last_steps: dict[str, int] = {}
+        for path in folder.rglob("*.tsv"):
+            lines = path.read_text().splitlines()[1:]
+            if lines:
+                name = path.relative_to(folder).with_suffix("").as_posix()
+                last_steps[name] = int(lines[-1].split("\t")[0])
+        return last_steps
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
         self._experiment.step = step

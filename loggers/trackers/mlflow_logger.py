@@ -28,14 +28,15 @@ class MLFlowLogger(QueuedLogger):
 
     Args:
         experiment_name: the experiment; it is created if it does not exist. Default: `"trainwright_logs"`.
-        run_name: the run's display name. Default: None, which lets MLflow create a name.
-        tracking_uri: the server or store. Default: MLFLOW_TRACKING_URI, or the file `mlflow.db` in `save_dir`.
-        tags: tags of a new run. Default: None.
-        save_dir: folder of the store if there is no `tracking_uri`. None uses the run's root folder. Default:
-            `"./mlruns"`.
-        prefix, log_model: see `RemoteLogger`.
-        artifact_location: location of the artifacts of a new experiment. Default: None, the server's setting or
+        run_name: the run's display name. Default: None, the name of the Trainer's run, or a name that MLflow creates.
+        tracking_uri: the server or store. Default: None, which is MLFLOW_TRACKING_URI, or the file `mlflow.db` in
             `save_dir`.
+        tags: tags of a new run. Default: None.
+        save_dir: folder of the store if neither `tracking_uri` nor MLFLOW_TRACKING_URI is set. None uses the run's
+            root folder. Default: `"./mlruns"`.
+        prefix, log_model: see `RemoteLogger`.
+        artifact_location: location of the artifacts of a new experiment. Default: None, the server's setting, or the
+            folder `artifacts` in `save_dir`.
         run_id: the run to resume. Default: None, which creates a run.
     """
 
@@ -68,7 +69,7 @@ class MLFlowLogger(QueuedLogger):
         """The id of the experiment; None until it is known."""
         return self._experiment_id
 
-    experiment_id = name
+    experiment_id = name  # the name in MLflow and in Lightning
     run_id = QueuedLogger.version
 
     def _open(self, run: RunInfo) -> None:
@@ -98,6 +99,9 @@ class MLFlowLogger(QueuedLogger):
             self._id = client.create_run(self._experiment_id, tags=self._tags, run_name=name).info.run_id
         self._experiment = client
 
+    def _metric_name(self, name: str) -> str:
+        return _name(name)
+
     def _last_steps(self) -> Mapping[str, int]:
         last_steps: dict[str, int] = {}
         for name in self._experiment.get_run(self._id).data.metrics:
@@ -108,7 +112,7 @@ class MLFlowLogger(QueuedLogger):
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
         entities = require_package("mlflow.entities", purpose="MLFlowLogger")
         milliseconds = int(seconds * 1000)
-        values = [entities.Metric(_name(key), value, milliseconds, step) for key, value in metrics.items()]
+        values = [entities.Metric(name, value, milliseconds, step) for name, value in metrics.items()]
         self._experiment.log_batch(self._id, metrics=values)
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
@@ -142,4 +146,5 @@ class MLFlowLogger(QueuedLogger):
 
 
 def _name(key: str) -> str:
+    """Return a name that MLflow accepts: `val_f1_` for `val:f1%`."""
     return re.sub(r"[^a-zA-Z0-9_/. -]", "_", key)

@@ -7,11 +7,11 @@ import contextlib
 import io
 import queue
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from time import time as _now
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +29,8 @@ class QueuedLogger(RemoteLogger):
 
     A daemon thread opens the run and writes logged values in order. Each call converts its values, puts them onto a
     bounded queue and returns. A full queue drops the new call, with one warning. `finish` reports the number of dropped
-    calls. After an error of the backend nothing more is written, and every later call raises the error until `finish`.
+    calls. After an error of the backend nothing more is written, and every later call raises the error, `finish` as the
+    last one. The next `start` opens the run again.
 
     A sub-class defines the abstract methods, and those of the following that its backend supports:
     `_write_image(key, pixels, step)` with pixels H×W×C of 1, 3 or 4 channels, `_write_text(key, text, step)`,
@@ -39,22 +40,27 @@ class QueuedLogger(RemoteLogger):
         capacity: the number of calls that the queue holds. Default: 10,000.
         start_patience: the number of seconds that `start` waits for the run. Default: 10.
         patience: the number of seconds that `finish` waits for the queue. Default: 60.
-        dropped: the number of calls that a full queue has dropped.
+        dropped: the number of calls that a full queue has dropped since the last `start`.
     """
 
     capacity: int = 10_000
     start_patience: float = 10.0
     patience: float = 60.0
-    _package: ClassVar[str | None] = None  # `start` imports it in the caller, which may take longer than the patience
-    _closes_in_caller: ClassVar[bool] = False
+    # The backend's module. `start` imports it in the caller before it waits for the thread, because the import may take
+    # longer than `start_patience`. None if there is nothing to import.
+    _package: ClassVar[str | None] = None
+    _closes_in_caller: ClassVar[bool] = False  # True: `finish` calls `_close` in the caller's thread
+    # None: the backend does not support it. Then the base class warns or, for a table, logs text.
     _write_image: Any = None
     _write_text: Any = None
     _write_table: Any = None
     _write_checkpoint: Any = None
     dropped: int = 0
-    _worker: _Worker | None = None
+    _worker: _Worker | None = None  # the thread between `start` and `finish`
     _exists: bool = False  # True if this logger, or the one in the checkpoint, has opened the run before
-    _resumes: bool = False  # True if `_id` is from a checkpoint
+    # True from `load_state_dict` until the run is open: the thread then reads which steps the run already has. A later
+    # start of the same logger continues after its own last step, and reads nothing.
+    _resumes: bool = False
 
     @abstractmethod
     def _open(self, run: RunInfo) -> None:
@@ -62,7 +68,7 @@ class QueuedLogger(RemoteLogger):
 
     @abstractmethod
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
-        """Write values that were logged at the time `seconds`, in seconds since 1970."""
+        """Write values that were logged at the time `seconds`, in seconds since 1970. Names are from `_metric_name`."""
 
     @abstractmethod
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
@@ -75,16 +81,25 @@ class QueuedLogger(RemoteLogger):
     def _flush(self) -> None:
         """Write values that the backend has buffered. Default: no effect."""
 
+    def _metric_name(self, name: str) -> str:
+        """Return the name under which the backend stores a metric, as in `_last_steps`. Default: the same name."""
+        return name
+
     def _last_steps(self) -> Mapping[str, int]:
-        """Return the last step of each curve of the resumed run. Values up to that step are not written again."""
+        """Return the last step of each curve of the resumed run. Values up to that step are not written again.
+
+        Default: an empty dict, for a backend that cannot read them. All values are written.
+        """
         return {}
 
     def start(self, run: RunInfo) -> None:
         """Open the run in the thread. Wait for it at most `start_patience` seconds, and raise an error of the backend
         within that time. Warn if the run is not open by then.
+
+        Does nothing if the run is open. After an error of the backend the run is closed and opened again.
         """
         if self._worker is not None and self._worker.error is not None:
-            self._finish_at_exit()
+            self._finish_silently()
         if self._run is not None:
             return
         if self._package is not None:
@@ -102,12 +117,12 @@ class QueuedLogger(RemoteLogger):
                 "continues. What is logged waits in the queue, and is written once the backend answers."
             )
         super().start(run)
-        atexit.register(self._finish_at_exit)
+        atexit.register(self._finish_silently)  # a program may end without `finish`, and the thread is a daemon
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue values. Values at steps that a resumed history already contains are skipped."""
-        values = {name: float(value) for name, value in self.prefixed(metrics).items()}
-        self._put(_Worker.write_metrics, self._worker, values, int(step), _now())
+        values = {self._metric_name(name): float(value) for name, value in self.prefixed(metrics).items()}
+        self._put(_Worker.write_metrics, self._worker, values, int(step), time.time())
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self._put(self._write_hyperparams, plain(params))
@@ -123,9 +138,9 @@ class QueuedLogger(RemoteLogger):
             return super().log_figure(key, figure, step)
         from PIL import Image  # matplotlib needs it
 
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
-        self.log_image(key, Image.open(drawn).convert("RGB"), step)
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+        self.log_image(key, Image.open(file).convert("RGB"), step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
         if self._write_text is None:
@@ -145,20 +160,28 @@ class QueuedLogger(RemoteLogger):
         self._put(self._flush)
 
     def finish(self, status: Status) -> None:
-        """Wait for the queue, at most `patience` seconds, and close the run. Warn about lost calls."""
+        """Wait for the queue, at most `patience` seconds, and close the run. Warn about lost calls.
+
+        Raises the first error of the backend, if there was one.
+        """
         if self._run is None or self._worker is None:
             return
         worker = self._worker
         self._worker = None
         self._run = None
-        atexit.unregister(self._finish_at_exit)
+        atexit.unregister(self._finish_silently)
+        # Not by `_put`: a full queue would drop the checkpoint.
         if self._last_checkpoint is not None:
             worker.calls.put(partial(_upload, self, *self._last_checkpoint))
             self._last_checkpoint = None
-        worker.calls.put(status)
+        worker.calls.put(status)  # the thread ends after it
         worker.join(self.patience)
         worker.is_abandoned = worker.is_alive()
-        lost = max(worker.calls.qsize(), 1) if worker.is_abandoned else 0
+        lost = 0
+        if worker.is_abandoned:
+            # The call that the thread makes now is lost, too. It is not in the queue, but the status is, so the size is
+            # the number of lost calls. The size is 0 while the thread closes the run, which counts as one call.
+            lost = max(worker.calls.qsize(), 1)
         if self._closes_in_caller and worker.is_open and not lost:
             self._close(status)
         if lost or self.dropped:
@@ -170,21 +193,25 @@ class QueuedLogger(RemoteLogger):
             raise worker.error
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the run of `state`, unless another run was requested. Call it before `start`."""
-        found = state.get("id")
-        if found is None or (self._is_id_fixed and found != self._id):
+        """Resume the run of `state` at the next `start`, unless the logger has the id of another run.
+
+        If the run of `state` is already open, steps that it already has are not written again. If another run is open,
+        it continues, with a warning.
+        """
+        saved_id = state.get("id")
+        if saved_id is None or (self._is_id_fixed and saved_id != self._id):
             return
         if self._run is None:
-            self._id = found
+            self._id = saved_id
             self._exists = True
             self._resumes = True
-        elif found != self._id:
+        elif saved_id != self._id:
             self.warn_once(
-                f"the checkpoint belongs to the run {found!r} of {type(self).__name__}, but the run {self._id!r} is "
+                f"the checkpoint belongs to the run {saved_id!r} of {type(self).__name__}, but the run {self._id!r} is "
                 "already open and continues as a new one."
             )
         else:
-            self._put(_Worker.read_floors, self._worker)
+            self._put(_Worker.read_last_steps, self._worker)
 
     def _backend(self) -> Any:
         if self._worker is not None and not self._worker.is_open:
@@ -193,8 +220,9 @@ class QueuedLogger(RemoteLogger):
         return self._experiment
 
     def _put(self, call: Callable[..., None], *values: object) -> None:
+        """Queue a call, or drop it if the queue is full. Raise the backend's error if it has failed."""
         worker = self._worker
-        if worker is None:
+        if worker is None:  # not started, or finished
             return
         if worker.error is not None:
             raise worker.error
@@ -207,12 +235,13 @@ class QueuedLogger(RemoteLogger):
             "number is reported at the end."
         )
 
-    def _finish_at_exit(self) -> None:
+    def _finish_silently(self) -> None:
+        """Finish at the program's exit or after an error that an earlier call has raised, so without errors."""
         with contextlib.suppress(Exception):
             self.finish("interrupted")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_worker": None}
+        return {**super().__getstate__(), "_worker": None}  # a thread cannot be pickled
 
 
 def to_image(pixels: Pixels) -> Any:
@@ -223,11 +252,12 @@ def to_image(pixels: Pixels) -> Any:
 
 
 def _upload(logger: QueuedLogger, path: Path, aliases: tuple[str, ...]) -> None:
+    """Upload a checkpoint, unless a newer one has replaced it while the call was in the queue or during the upload."""
     try:
         if path.exists():
             logger._write_checkpoint(path, aliases)
     except OSError:
-        if path.exists():  # otherwise a newer checkpoint has replaced it
+        if path.exists():
             raise
 
 
@@ -235,6 +265,13 @@ class _Worker(threading.Thread):
     """Daemon thread that opens a run, makes queued calls until the first error, and closes the run.
 
     The last entry of the queue is the run's status.
+
+    Attributes:
+        calls: the queue. The caller's thread puts, this one takes.
+        error: the first error of the backend. Later calls are taken from the queue and not made.
+        has_answered: set when the run is open, or opening it has failed.
+        is_open: True after the run has been opened without an error, also after it has been closed.
+        is_abandoned: set by `finish` after its patience: the thread ends after the call that it makes.
     """
 
     def __init__(self, logger: QueuedLogger, info: RunInfo) -> None:
@@ -246,7 +283,7 @@ class _Worker(threading.Thread):
         self.is_abandoned = False
         self._logger = logger
         self._info = info
-        self._floors: Mapping[str, int] = {}
+        self._last_steps: Mapping[str, int] = {}  # of each metric, the last step that a resumed run already has
         self.start()
 
     def run(self) -> None:
@@ -254,7 +291,7 @@ class _Worker(threading.Thread):
         self.has_answered.set()
         while self.is_open and not self.is_abandoned:
             call = self.calls.get()
-            if isinstance(call, str):
+            if isinstance(call, str):  # the run's status
                 if not self._logger._closes_in_caller:
                     self._call(partial(self._logger._close, call))
                 return
@@ -271,16 +308,16 @@ class _Worker(threading.Thread):
         logger = self._logger
         logger._open(self._info)
         if logger._resumes:
-            self.read_floors()
+            self.read_last_steps()
         logger._exists = True
         logger._resumes = False
         self.is_open = True
 
-    def read_floors(self) -> None:
-        self._floors = self._logger._last_steps()
+    def read_last_steps(self) -> None:
+        self._last_steps = self._logger._last_steps()
 
     def write_metrics(self, values: dict[str, float], step: int, seconds: float) -> None:
-        if self._floors:
-            values = {name: value for name, value in values.items() if step > self._floors.get(name, -1)}
+        if self._last_steps:
+            values = {name: value for name, value in values.items() if step > self._last_steps.get(name, -1)}
         if values:
             self._logger._write_metrics(values, step, seconds)

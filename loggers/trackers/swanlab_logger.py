@@ -21,7 +21,7 @@ class SwanLabLogger(QueuedLogger):
 
     Args:
         project: the project. Default: `"trainwright_logs"`.
-        name: the run's display name. Default: None, the name of the Trainer's run.
+        name: the run's display name. Default: None, the name of the Trainer's run, or a name that SwanLab creates.
         id: id of the run to continue or to create. Default: None, which lets SwanLab create an id.
         log_dir: folder of SwanLab's files. Default: None, `swanlog` in the run's root folder.
         prefix: see `RemoteLogger`.
@@ -48,11 +48,16 @@ class SwanLabLogger(QueuedLogger):
     def _open(self, run: RunInfo) -> None:
         swanlab = require_package("swanlab", purpose="SwanLabLogger")
         self._dir = self._dir or run.root_dir / "swanlog"
-        known = {} if self._id is None else {"id": self._id, "resume": "allow"}
-        name = self._run_name or run.run_name
-        self._experiment = swanlab.init(
-            **{"project": self._project, "name": name, "log_dir": self.log_dir, **known, **self._options}
-        )
+        options: dict[str, Any] = {
+            "project": self._project,
+            "name": self._run_name or run.run_name,
+            "log_dir": self.log_dir,
+        }
+        if self._id is not None:
+            options["id"] = self._id
+            options["resume"] = "allow"  # continue the run if it exists, otherwise create it
+        options.update(self._options)
+        self._experiment = swanlab.init(**options)
         self._id = self._experiment.id
 
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
@@ -68,4 +73,5 @@ class SwanLabLogger(QueuedLogger):
         self._experiment.log_text(key=key, data=text, step=step)
 
     def _close(self, status: Status) -> None:
-        self._experiment.finish(_STATES[status], error=status if status == "failed" else None)
+        error = "failed" if status == "failed" else None  # SwanLab requires a text for the state "crashed"
+        self._experiment.finish(_STATES[status], error=error)

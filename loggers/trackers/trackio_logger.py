@@ -47,12 +47,14 @@ class TrackioLogger(QueuedLogger):
         }
         options.update(self._options)
         self._experiment = trackio.init(**options)
-        self._id = self._experiment.name
+        self._id = self._experiment.name  # a run is resumed by its name
 
     def _last_steps(self) -> Mapping[str, int]:
         storage = require_package("trackio.sqlite_storage", purpose="TrackioLogger").SQLiteStorage
         last_steps: dict[str, int] = {}
-        for row in storage.get_logs(self._project, self._id):  # local rows only, not those of a Space or server
+        # A row is one call of `log`, such as {"loss": 0.5, "step": 3, "timestamp": …}. Only local rows are read, not
+        # those of a Space or a server.
+        for row in storage.get_logs(self._project, self._id):
             for key in row:
                 last_steps[key] = max(row["step"], last_steps.get(key, 0))
         return last_steps

@@ -123,6 +123,7 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _started(logger: Any, folder: Path) -> Any:
+    logger.start_patience = 60.0  # MLflow creates its tables in the first start
     logger.start(RunInfo(folder))
     return logger
 
@@ -205,6 +206,20 @@ def test_mlflow_holds_parameters_artifacts_and_the_status(tmp_path: Path) -> Non
     assert {name.partition("/")[0] for name in files} == {"images", "texts", "tables", "checkpoints"}
     assert (folder / "texts/note/step_3.txt").read_text() == "hello"
     assert json.loads((folder / "tables/rows/step_3.json").read_text()) == {"columns": ["a", "b"], "data": [[1, "x"]]}
+
+
+@pytest.mark.requires("mlflow", REASON)
+def test_mlflow_skips_written_steps_of_a_metric_whose_name_it_does_not_accept(tmp_path: Path) -> None:
+    first = _started(MLFlowLogger(save_dir=tmp_path), tmp_path)
+    first.log_metrics({"f1%": 1.0}, 1)
+    first.finish("failed")
+    second = MLFlowLogger(save_dir=tmp_path)
+    second.load_state_dict(first.state_dict())
+    _started(second, tmp_path)
+    second.log_metrics({"f1%": 2.0}, 1)
+    second.log_metrics({"f1%": 3.0}, 2)
+    second.finish("success")
+    assert mlflow_points(second, tmp_path, "f1_") == [(1, 1.0), (2, 3.0)]
 
 
 @pytest.mark.requires("comet_ml", REASON)
