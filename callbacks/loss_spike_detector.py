@@ -118,6 +118,13 @@ class LossSpikeDetector(Callback):
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._unread = []
+        # A new run: the callback may have been used in an earlier one, whose losses say nothing about this one. In a
+        # resumed run `load_state_dict` sets these attributes after `setup`.
+        if stage == "fit" and trainer.state.step == 0:
+            self._losses.clear()
+            self._in_a_row = 0
+            self.num_spikes = 0
+            self.last_spike = None
         if stage == "fit" and not task.automatic_optimization:
             raise ConfigurationError(
                 f"LossSpikeDetector monitors the losses that training_step returns, and {type(task).__name__} uses "

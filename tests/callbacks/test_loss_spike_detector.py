@@ -151,3 +151,10 @@ def test_a_spike_on_one_rank_only_sends_all_of_them_back(tmp_path: Path) -> None
     )  # fmt: skip
     assert first[0] == 20 - 6
     assert first[2] == 1
+
+
+def test_a_new_run_begins_without_the_losses_of_the_last_one(tmp_path: Path) -> None:
+    detector = LossSpikeDetector(window=10)
+    feed(detector, QUIET, tmp_path)
+    feed(detector, [loss + 10 for loss in QUIET], tmp_path)  # no warning, which would be an error
+    assert (detector.num_spikes, detector.last_spike) == (0, None)

@@ -265,7 +265,7 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]
     Files of `accelerate config`, including old versions, are supported.
 
     Args:
-        path: The file. Default: None, which is the default file if it exists.
+        path: The file. None is the default file if it exists.
     """
     file = default_file() if path is None else Path(path)
     if file is None:

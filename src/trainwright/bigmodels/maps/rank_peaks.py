@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -373,9 +372,7 @@ def model_of_one_rank(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Mod
     task: Any = share  # SplitLayers reads only the module names of a task
     mesh: Any = PlannedMesh({"tp": tp})
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ready_plan warns about a vocabulary that it does not split
-            plan = ready_plan(share, tp)
+        plan = ready_plan(share, tp)
         used = {name: style for name, style in plan.items() if ends or style not in _ENDS}
         layers = SplitLayers(task, used, mesh)
     except ConfigurationError:
