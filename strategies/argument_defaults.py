@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.process import detect
 from trainwright.processes.devices import kernel_problem
+from trainwright.strategies.engine_choice import EngineChoice, EnginePlugin, choose_engine
 from trainwright.strategies.launcher_variables import Launched, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.precision_names import parse_precision
-from trainwright.strategies.select import EngineChoice, EnginePlugin, choose_engine
 from trainwright.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from trainwright.launch.launch_config import LaunchConfig
+from trainwright.strategies.engine_choice import PLUGINS
 from trainwright.strategies.engine_tables import ENGINE_TABLES
 from trainwright.strategies.fsdp.option_table import FSDP
 from trainwright.strategies.launcher_variables import TorchDynamoPlugin
 from trainwright.strategies.option_table import EngineOption, OptionTable
-from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.option_table import DYNAMO, FP8
 from trainwright.strategies.steps.te_layers import FP8RecipeKwargs

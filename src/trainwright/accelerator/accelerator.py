@@ -65,8 +65,8 @@ from trainwright.processes.meetings import Turn
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.pytorch import ProfileKwargs, profiled
+from trainwright.strategies.engine_choice import PLUGINS
 from trainwright.strategies.launcher_variables import DynamoBackend, TorchDynamoPlugin
-from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.step_group import LoopGradients
 from trainwright.strategies.step_groups import MicroBatchBlock
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of

@@ -25,14 +25,11 @@ from trainwright.core.errors import ArgumentTypeError, ConfigurationError, Train
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
 from trainwright.strategies.argument_defaults import Passed, precision_of, read_defaults, warn_on_main
+from trainwright.strategies.engine_choice import EnginePlugin
 from trainwright.strategies.launcher_variables import DynamoBackend, TorchDynamoPlugin, read_dynamo
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.precision_names import parse_precision
-from trainwright.strategies.select import (
-    EnginePlugin,
-    Selection,
-    select_for_loop,
-)
+from trainwright.strategies.select import Selection, select_for_loop
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.te_layers import TERecipeKwargs
