@@ -1,9 +1,12 @@
 """The buffer that `log` fills: values stay on their device until the loop flushes them.
 
 `log` never waits for a device and never communicates. The loop calls `flush_step` every few steps for the latest
-values, and `flush_epoch` at the end of an epoch for the aggregates. Both methods copy values once per device, and
-communicate in one collective, which every rank must join even if it has logged nothing. Memory does not grow with the
-number of steps.
+values, and `flush_epoch` at the end of an epoch for the aggregates. Both methods copy numbers once per device, and
+exchange them in one collective, which every rank must join even if it has logged nothing. Metric objects of
+torchmetrics need a further copy, and communicate themselves. Memory does not grow with the number of steps, except for
+user-defined reductions, which receive all values of an epoch.
+
+A name has a `MetricSlot` for each stage, which holds its values between two flushes.
 """
 
 from __future__ import annotations
@@ -19,7 +22,14 @@ from trainwright.core.errors import ConfigurationError, LogPlaceError
 from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.evaluation_rows import EvaluationRows, Place, Rows
-from trainwright.loggers.metric_options import LogOptions, MetricSettings, Reduction, same_function
+from trainwright.loggers.log_checks import (
+    check_logged_for_one_loader,
+    check_name,
+    check_not_logged_in_stage,
+    check_same_loader,
+    check_same_settings,
+)
+from trainwright.loggers.metric_options import LogOptions, Reduction, same_function
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
     HostReads,
@@ -149,8 +159,8 @@ class MetricBuffer:
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
         """Start an epoch of `stage`, which becomes the current stage.
 
-        Values of an unfinished epoch of this stage are discarded. Values of other stages, and step values that were not
-        flushed yet, are kept.
+        Values of an unfinished epoch of this stage are discarded, and rows of an evaluation that were not flushed.
+        Values of other stages, and step values that were not flushed yet, are kept.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
@@ -226,7 +236,8 @@ class MetricBuffer:
                 epoch values. Metric objects reduce by themselves, except with False.
             add_dataloader_idx: with several evaluation loaders, append `/dataloader_idx_N` to the key. With False, only
                 one loader may log the name, except for a metric object that aggregates over all loaders. Default: True.
-            batch_size: the value's weight in a mean. Default: None, the length of the current batch.
+            batch_size: the value's weight in a mean. Default: None, the length of the current batch, or 1 outside of a
+                batch.
             rank_zero_only: use the value of rank 0 on every rank. Default: False.
             metric_attribute: Accepted without effect: metrics of torchmetrics are recognized by type. Default: None.
 
@@ -248,6 +259,7 @@ class MetricBuffer:
         slot = self._by_name.get(name) if isinstance(name, str) else None
         if slot is None or slot.options != options:
             slot = self._open(name, value, options)
+        # The first two cases are the most frequent ones.
         number: float | Tensor
         if type(value) is Tensor and not value.dim() and slot.metric is None:
             number = value.detach().clone()  # see to_number for why a copy
@@ -300,9 +312,11 @@ class MetricBuffer:
         has_suffix = options.add_dataloader_idx and loader is not None
         suffix = f"/dataloader_idx_{loader}" if has_suffix else ""
         if is_metric_object(value):
-            self._check_stages_of_metric(name, value)
+            for other_stage, other_metrics in self._stages.items():
+                if other_stage != stage:
+                    check_not_logged_in_stage(name, value, stage, other_stage, other_metrics.slots.values())
             if has_suffix:
-                self._check_loaders_of_metric(name, suffix, value)
+                check_logged_for_one_loader(name, value, suffix, self._slots_of_stage())
         # A hook of the epoch and steps have separate slots for the same name, whose values are not added. `flush_epoch`
         # returns the value of the later slot that has one.
         key = name + suffix if options.in_step else name + suffix + _HOOK_SUFFIX
@@ -318,20 +332,20 @@ class MetricBuffer:
             slot.reconfigure(settings)
             slot.loader = loader
         else:
-            self._check_later_call(slot, value, settings, loader)
+            check_same_settings(slot, settings, stage)
+            has_loaders = slot.loader is not None and loader is not None
+            if has_loaders and is_metric_object(value):
+                if loader != slot.loader:
+                    slot.loader = None  # one metric object aggregates over all loaders
+            elif has_loaders:
+                check_same_loader(slot, loader)
         slot.options = raw_options
         metrics.by_name[name] = slot
         return slot
 
     def _check_place(self, name: str) -> EpochStage:
         """Check the name and that it can be logged now. Return the stage."""
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
-        if "/dataloader_idx_" in name:
-            raise ConfigurationError(
-                f"log got the name {name!r}; the index of the loader is appended with several loaders. Remove "
-                "'/dataloader_idx_' from the name."
-            )
+        check_name(name)
         if self._closed_hook:
             raise LogPlaceError(
                 f"log({name!r}) in {self._closed_hook}: values logged there are not aggregated. Call it in a *_step or "
@@ -341,50 +355,6 @@ class MetricBuffer:
         if self._stage is None:
             raise LogPlaceError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
         return self._stage
-
-    def _check_later_call(self, slot: MetricSlot, value: object, settings: MetricSettings, loader: int | None) -> None:
-        """Raise if the first call of the epoch had other options, or was for another loader."""
-        if slot.settings != settings:
-            changes: list[str] = []
-            for field, before, now in zip(MetricSettings._fields, slot.settings, settings, strict=True):
-                if before != now:
-                    changes.append(f"{field}={before!r} before, {now!r} now")
-            raise ConfigurationError(
-                f"log({slot.name!r}) was called with other options in the same {self._stage} epoch: "
-                f"{'; '.join(changes)} (defaults depend on the hook that calls log). Use the same options, or another "
-                "name."
-            )
-        if slot.loader is None or loader is None or loader == slot.loader:
-            return
-        if not is_metric_object(value):
-            raise ConfigurationError(
-                f"log({slot.name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {loader}, "
-                "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
-            )
-        slot.loader = None  # one metric object aggregates over all loaders
-
-    def _check_stages_of_metric(self, name: str, metric: Any) -> None:
-        # By id: torchmetrics hashes an object by its state too, so the hash changes with each update.
-        part_ids = {id(part) for part in metric.modules()}
-        for stage, metrics in self._stages.items():
-            if stage == self._stage:
-                continue
-            for slot in metrics.slots.values():
-                logged_parts = [] if slot.last_metric is None else slot.last_metric.modules()
-                if any(id(part) in part_ids for part in logged_parts):
-                    raise ConfigurationError(
-                        f"log({name!r}): one metric object, or a part of it, is logged in the stages {stage!r} and "
-                        f"{self._stage!r}, so that its values would mix. Create one object for each stage."
-                    )
-
-    def _check_loaders_of_metric(self, name: str, suffix: str, metric: object) -> None:
-        for other in self._slots_of_stage():
-            if other.metric is metric and other.suffix != suffix:
-                raise ConfigurationError(
-                    f"log({name!r}): one metric object is logged for several dataloaders, so that its values would "
-                    f"mix ({other.suffix} and {suffix}). Create one object for each loader, or pass "
-                    "add_dataloader_idx=False to aggregate over all of them."
-                )
 
     def _drop_older_steps(self) -> None:
         """Drop pending step values of names for which a hook of the epoch has logged a later value."""
@@ -398,14 +368,15 @@ class MetricBuffer:
         return [] if self._stage is None else list(self._stages[self._stage].slots.values())
 
     def peek(self) -> Flushed:
-        """Return this rank's step values since the last flush. Later calls of `peek_new` omit them.
+        """Return this rank's step values since the last flush. Later calls of `peek_new` omit them, except for metric
+        objects, whose values may have changed.
 
         The next flush returns them too. Waits for the device. Not collective.
         """
         return read_steps(self._slots_of_stage())
 
     def peek_new(self) -> Flushed:
-        """Return this rank's values that no earlier `peek` or `peek_new` has returned.
+        """Return this rank's values that no earlier `peek` or `peek_new` has returned, and those of all metric objects.
 
         These are step values and, outside of steps, the epoch's aggregates so far. The next flush returns them too.
         Waits for the device if there are such values. Not collective.
@@ -417,7 +388,7 @@ class MetricBuffer:
             keys = {slot.key for slot in of_stage}
             slots += [slot for slot in self._stages["train"].slots.values() if slot.key not in keys]
         slots += of_stage
-        flushed = read_steps(slot for slot in slots if slot.seen_step is not slot.last)
+        flushed = read_steps(slot for slot in slots if slot.has_unread_step)
         if not self.in_step:
             of_epoch = new_of_epoch(of_stage)
             flushed.callback.update(of_epoch.callback)

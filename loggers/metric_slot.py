@@ -143,6 +143,11 @@ class MetricSlot:
         return self.name + self.suffix
 
     @property
+    def has_unread_step(self) -> bool:
+        """True if `last` was not read since it was logged. Always True for a metric object, whose value may change."""
+        return self.seen_step is not self.last
+
+    @property
     def kind(self) -> str:
         """`"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`."""
         reduction = self.settings.reduction

@@ -93,11 +93,11 @@ class ZeroState(FullState):
     def saves_shards(self) -> bool:
         if not self._writes_shards:
             return False
-        # Without an optimizer, stage 3 shards weights all the same.
+        # Without an optimizer, stage 3 nevertheless shards weights.
         return self._shards is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
 
     def shards_of(self, tree: object) -> Any:
-        return map_tensors(self._saved, tree)
+        return map_tensors(self._shards_of_placeholder, tree)
 
     def _placeholder_for(self, shards: SavedShards) -> torch.Tensor:
         """Return a `meta` tensor that `shards_of` replaces by the shards that this rank saves."""
@@ -105,23 +105,24 @@ class ZeroState(FullState):
         self._placeholders[id(placeholder)] = placeholder, shards
         return placeholder
 
-    def _saved(self, tensor: torch.Tensor) -> Any:
+    def _shards_of_placeholder(self, tensor: torch.Tensor) -> Any:
         if id(tensor) not in self._placeholders:
             return tensor
         _, shards = self._placeholders[id(tensor)]
         return shards
 
-    def _to_save(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a placeholder for a sharded parameter, or the full value. Collective if `model_state` is
-        collective.
+    def _shards_or_full(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a placeholder for a sharded parameter, or the full value of any other tensor.
+
+        Collective only for a weight that is on disk.
         """
         if self._shards is not None and id(value) in self._trained:
             return self._placeholder_for(self._shards.to_save(value, shape_of(value)))
         if not is_partitioned(value):
-            return self._weight(value)
+            return self._full_weight(value)
         partition: Any = value.ds_tensor  # type: ignore[attr-defined]  # DeepSpeed's attribute
         if partition.status.name != "AVAILABLE":  # it is on disk
-            return self._weight(value)
+            return self._full_weight(value)
         span = _partition(value)
         dtype = self._dtypes.get(id(value), partition.dtype)
         values = partition.data.view(-1).narrow(0, 0, span.stop - span.start).to(dtype)
@@ -131,7 +132,7 @@ class ZeroState(FullState):
 
     def model_state(self) -> dict[str, Any]:
         self._placeholders.clear()
-        to_save = self._to_save if self.saves_shards else self.gather_tensor
+        to_save = self._shards_or_full if self.saves_shards else self.gather_tensor
         convert = cache(to_save)  # tied weights are one tensor, also in a checkpoint
         state = dict(self._task.state_dict(keep_vars=True))
         for name, value in state.items():
@@ -139,26 +140,26 @@ class ZeroState(FullState):
                 state[name] = convert(value)
         return state
 
-    def _weight(self, value: torch.Tensor) -> torch.Tensor:
+    def _full_weight(self, value: torch.Tensor) -> torch.Tensor:
         """Return a full parameter or buffer on this rank's device. Collective."""
-        full = self._gathered(value)
+        full = self._full_values(value)
         if id(value) in self._trained:
             return full
         return full.to(self._dtypes.get(id(value), full.dtype))  # the engine also casts frozen parameters
 
-    def _gathered(self, value: torch.Tensor) -> torch.Tensor:
+    def _full_values(self, value: torch.Tensor) -> torch.Tensor:
         # The model may have the weights in 16 bits. The shards have them in float32.
         value_is_exact = not is_partitioned(value) and value.dtype is torch.float32
-        has_shards = self._shards is not None and id(value) in self._trained
-        if self._shards is not None and has_shards and not value_is_exact:
-            return self._shards.full(value, shape_of(value))
+        shards = self._shards
+        if shards is not None and id(value) in self._trained and not value_is_exact:
+            return shards.full(value, shape_of(value))
         if not is_partitioned(value):
             return value.detach()
         with self._library.zero.GatheredParameters([value]):
             return value.detach().clone()
 
     def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        return _kept(self._weight(tensor), keep=keep)
+        return _to_host_or_meta(self._full_weight(tensor), keep=keep)
 
     def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
         is_trained = id(tensor) in self._trained and self._shards is not None
@@ -169,7 +170,10 @@ class ZeroState(FullState):
         return torch.empty(shape_of(tensor), dtype=dtype, device="meta")
 
     def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        return {name: _kept(self._weight(parameter), keep=keep) for name, parameter in self._parameters.items()}
+        return {
+            name: _to_host_or_meta(self._full_weight(parameter), keep=keep)
+            for name, parameter in self._parameters.items()
+        }
 
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         shards = self._shards
@@ -180,7 +184,7 @@ class ZeroState(FullState):
         for name, parameter in self._parameters.items():
             if id(parameter) in self._trained:
                 full = shards.full_gradient(parameter, shape_of(parameter), gradients_here.get(id(parameter)))
-                full_gradients[name] = _kept(full, keep=keep)
+                full_gradients[name] = _to_host_or_meta(full, keep=keep)
         return full_gradients
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
@@ -251,17 +255,17 @@ class ZeroState(FullState):
     # Optimizer
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        return [self._state_of(optimizer) for optimizer in self._optimizers]
+        return [self._optimizer_state(optimizer) for optimizer in self._optimizers]
 
-    def _state_of(self, real: Optimizer) -> dict[str, Any]:
+    def _optimizer_state(self, real: Optimizer) -> dict[str, Any]:
         sharded = self.saves_shards
         states = {}
         for name in self._names_in_groups():
-            states[name] = self._states_of(self._parameters[name], sharded=sharded)
+            states[name] = self._states_of_parameter(self._parameters[name], sharded=sharded)
         groups = [{**group, "params": names} for group, names in self._groups]
         return as_torch({"class": type(real).__qualname__, "groups": groups, "state": states}, real)
 
-    def _states_of(self, parameter: nn.Parameter, *, sharded: bool = False) -> dict[str, Any]:
+    def _states_of_parameter(self, parameter: nn.Parameter, *, sharded: bool = False) -> dict[str, Any]:
         """Return the optimizer states of a parameter. Collective, except with `sharded`, which returns placeholders."""
         shards = self._shards
         if shards is None or id(parameter) not in self._trained:
@@ -279,7 +283,7 @@ class ZeroState(FullState):
             if sharded:
                 states[key] = self._placeholder_for(shards.to_save(parameter, shape, key))
             else:
-                states[key] = _kept(shards.full(parameter, shape, key), keep=self._is_main)
+                states[key] = _to_host_or_meta(shards.full(parameter, shape, key), keep=self._is_main)
         for key, value in scalars.items():
             states[key] = value.clone() if isinstance(value, torch.Tensor) else value
         return states
@@ -358,12 +362,12 @@ class ZeroState(FullState):
         """Give the optimizers full states and their original groups, with new full parameters. Collective.
 
         Returns:
-            id of a sharded parameter → the new parameter on the host.
+            id of a parameter → its new full parameter on the host.
         """
         # Gather the states first: their shards are then freed and make room for the weights.
         states_of_optimizers = []
         for _ in self._optimizers:
-            states = {name: self._states_of(self._parameters[name]) for name in self._names_in_groups()}
+            states = {name: self._states_of_parameter(self._parameters[name]) for name in self._names_in_groups()}
             states_of_optimizers.append(states)
         if self._shards is not None:
             for parameter in self._parameters.values():
@@ -373,9 +377,9 @@ class ZeroState(FullState):
         for parameter in self._parameters.values():
             if id(parameter) in new:
                 continue  # a tied weight
-            value = self._weight(parameter).to("cpu", copy=True)
+            value = self._full_weight(parameter).to("cpu", copy=True)
             if not (self._keeps_float32 and id(parameter) in self._trained):
-                value = value.to(self._dtypes[id(parameter)])
+                value = value.to(self._dtypes[id(parameter)])  # `dtypes` has an entry for every parameter
             new[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for optimizer, states in zip(self._optimizers, states_of_optimizers, strict=True):
             optimizer.state.clear()
@@ -395,7 +399,7 @@ def _partition(parameter: Any) -> Span:
     return Span(start, min(start + length, parameter.ds_numel))
 
 
-def _kept(value: torch.Tensor, *, keep: bool) -> torch.Tensor:
+def _to_host_or_meta(value: torch.Tensor, *, keep: bool) -> torch.Tensor:
     """Return a tensor on the host, or without `keep` on the device `meta`, for ranks that receive no values."""
     return value.cpu() if keep else torch.empty_like(value, device="meta")
 

@@ -139,11 +139,70 @@ def attach_align_device_hook_on_blocks(
 
 
 class _PlannedHook(NamedTuple):
-    """A hook to add to a module."""
+    """A hook to add to a module.
+
+    Attributes:
+        device: The device of the forward.
+        offload: The hook offloads the tensors between forwards.
+        tensor_names: Tensors of the module that the hook moves or offloads. Empty for a hook that only moves the inputs
+            of calls. None: all tensors, including those of submodules.
+    """
 
     device: Device | None
     offload: bool
-    tensor_names: frozenset[str] | None  # tensors that it moves or offloads. None: all, with those of submodules.
+    tensor_names: frozenset[str] | None
+
+
+class _Blocks:
+    """The blocks of a model: the modules and tensors with an entry in both maps.
+
+    Args:
+        devices: Name of a block → its device.
+        offloads: Name of a block → True if its weights are offloaded between forwards.
+        outer: Modules whose submodules have weights get a hook, too, which moves the inputs of a call to the device of
+            the module. The full model then returns its output on the device of its input.
+    """
+
+    def __init__(self, devices: Mapping[str, Device | None], offloads: Mapping[str, bool], *, outer: bool) -> None:
+        self.devices = devices
+        self.offloads = offloads
+        self.outer = outer
+        self._names = devices.keys() & offloads.keys()
+
+    def block_of(self, path: str) -> str | None:
+        """Return the name of the innermost block that contains a module, or None."""
+        return innermost(path, self._names)
+
+    def hook_of_module(self, module: nn.Module, path: str, *, is_loaded_as_one: bool) -> _PlannedHook | None:
+        """Return the hook for the tensors of a module without entries of their own, or None if it needs no hook."""
+        block = self.block_of(path)
+        if block is None:
+            if self.outer and path == "":  # the model is in no block: its hook only moves the input and the output
+                return _PlannedHook(self.devices.get(""), False, frozenset())
+            return None
+        device = self.devices[block]
+        if is_loaded_as_one:
+            return _PlannedHook(device, True, None)
+        own_names = _own_names(module)
+        moves_inputs = self.outer and (path == block or _holds_tensors(module))
+        if not own_names and not moves_inputs:
+            return None
+        names = own_names - set(self.names_with_entry(module, path))
+        return _PlannedHook(device, self.offloads[block] and bool(names), names)
+
+    def names_with_entry(self, module: nn.Module, path: str) -> list[str]:
+        """Return the names of the tensors of a module that are blocks themselves."""
+        names = []
+        for name in sorted(_own_names(module)):
+            entry = f"{path}.{name}" if path else name
+            if entry in self._names:
+                names.append(name)
+        return names
+
+
+def _own_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the tensors that belong directly to a module."""
+    return frozenset(name for name, _, _ in tensors_of(module, recurse=False))
 
 
 def _attach(
@@ -157,59 +216,51 @@ def _attach(
 ) -> None:
     """Add a hook to each module that has weights, and one for each tensor that has its own entry in the maps.
 
-    With `outer`, modules whose submodules have weights also get a hook, which moves the inputs of a call to the device
-    of the module. The full model then returns its output on the device of its input.
-
     For example, a linear layer `"head"` gets two hooks if the maps have the entries `"head"` and `"head.bias"`: one for
-    the weight, and one for the bias.
+    the weight, and one for the bias. See `_Blocks` for `devices`, `offloads` and `outer`.
     """
-    entries = devices.keys() & offloads.keys()
+    blocks = _Blocks(devices, offloads, outer=outer)
     loaded_with_outer: tuple[str, ...] = ()  # prefixes of modules whose weights are loaded as one
     for path, module in model.named_modules(prefix=module_name):
         prefix = f"{path}." if path else ""
         if loaded_with_outer and prefix.startswith(loaded_with_outer):
             continue
-        # Tensors that belong directly to this module.
-        own_names = frozenset(name for name, _, _ in tensors_of(module, recurse=False))
-        names_with_entry = {name for name in own_names if prefix + name in entries}
-        block = innermost(path, entries)
+        block = blocks.block_of(path)
         is_loaded_as_one = block is not None and offloads[block] and options.is_loaded_as_one(module)
         if is_loaded_as_one:
             loaded_with_outer = (*loaded_with_outer, prefix)
-
-        hooks: list[_PlannedHook] = []
-        if block is not None:
-            moves_inputs = outer and (path in entries or _holds_tensors(module))
-            if is_loaded_as_one:
-                hooks.append(_PlannedHook(devices[block], True, None))
-            elif own_names or moves_inputs:
-                names = own_names - names_with_entry  # empty for a hook that only moves inputs
-                hooks.append(_PlannedHook(devices[block], offloads[block] and bool(names), names))
-        elif outer and path == "":  # not in both maps: the hook only moves inputs and the output
-            hooks.append(_PlannedHook(devices.get(""), False, frozenset()))
-        for name in sorted(names_with_entry):
-            entry = prefix + name
-            hooks.append(_PlannedHook(devices[entry], offloads[entry], frozenset({name})))
-
-        for number, planned in enumerate(hooks):
-            weights_map = None
-            if planned.offload and options.weights_map is not None:
-                weights_map = PrefixedDataset(options.weights_map, prefix)
-            hook = AlignDevicesHook(
-                planned.device,
-                planned.offload,
-                io_same_device=outer and path == "" and number == 0,
-                weights_map=weights_map,
-                offload_buffers=options.offload_buffers,
-                place_submodules=is_loaded_as_one and number == 0,
-                skip_keys=options.skip_keys,
-                prefetcher=options.prefetcher if planned.offload else None,
-                tensor_names=planned.tensor_names,
-            )
-            hook.placeholders = options.placeholders
+        planned = blocks.hook_of_module(module, path, is_loaded_as_one=is_loaded_as_one)
+        if planned is not None:
+            hook = _make_hook(planned, prefix, options, is_outermost=outer and path == "")
             add_hook_to_module(module, hook, append=True)
+        for name in blocks.names_with_entry(module, path):
+            entry = prefix + name
+            planned = _PlannedHook(devices[entry], offloads[entry], frozenset({name}))
+            add_hook_to_module(module, _make_hook(planned, prefix, options), append=True)
     # After all modules have their hooks, which decide the tensors that remain in memory.
     note_shared(model)
+
+
+def _make_hook(
+    planned: _PlannedHook, prefix: str, options: _HookArguments, *, is_outermost: bool = False
+) -> AlignDevicesHook:
+    """Create a planned hook of the module whose weights have the name `prefix`. `is_outermost`: of the full model."""
+    weights_map = None
+    if planned.offload and options.weights_map is not None:
+        weights_map = PrefixedDataset(options.weights_map, prefix)
+    hook = AlignDevicesHook(
+        planned.device,
+        planned.offload,
+        io_same_device=is_outermost,
+        weights_map=weights_map,
+        offload_buffers=options.offload_buffers,
+        place_submodules=planned.tensor_names is None,
+        skip_keys=options.skip_keys,
+        prefetcher=options.prefetcher if planned.offload else None,
+        tensor_names=planned.tensor_names,
+    )
+    hook.placeholders = options.placeholders
+    return hook
 
 
 def check_first_forward(model: nn.Module) -> None:
