@@ -169,6 +169,8 @@ def split(
         name = _name_of_flag(flag)
         option = known_options().get(name)
         if further_flags.get(name) is False:
+            if equals:
+                raise ConfigurationError(f"{flag}={text}: the flag takes no value. Write {flag}, or omit it.")
             further[name] = "true"
             continue
         if option is None and name not in further_flags:
