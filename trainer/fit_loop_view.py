@@ -166,8 +166,8 @@ class FitLoopView(_Loop):
     __slots__ = ()
     _path = "trainer.fit_loop"
     _names = (
-        "max_epochs, min_epochs, max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, and epoch_loop "
-        "with its val_loop"
+        "max_epochs, min_epochs, max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, and "
+        "epoch_loop with its val_loop"
     )
 
     max_epochs = _Limit()

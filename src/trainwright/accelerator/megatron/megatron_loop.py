@@ -195,8 +195,8 @@ class MegatronLoop:
             return (None if loss is None else full_output(loss)), output
         if args:
             raise ConfigurationError(
-                f"{type(model).__name__} received {len(args)} positional argument(s), but the plugin's custom functions "
-                "read a batch of named arguments. Call model(**batch)."
+                f"{type(model).__name__} received {len(args)} positional argument(s), but the plugin's custom "
+                "functions read a batch of named arguments. Call model(**batch)."
             )
         if model not in self._steps:
             self._steps[model] = make_train_step(plugin, model)

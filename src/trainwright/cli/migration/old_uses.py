@@ -12,8 +12,8 @@ _FOLDER = "a checkpoint is a folder here: load_from_checkpoint of your task read
 _EXTENSION = "the name of a checkpoint has no .ckpt at its end here, unless save_checkpoint(path) has named it."
 _SEARCHES = ("endswith", "glob", "rglob", "iglob", "fnmatch", "filter")
 _OPTIMIZER_IDX = (
-    "optimizer_idx belongs to Lightning 1: a step is called once for a batch. Set automatic_optimization = False, and step "
-    "the optimizers of self.optimizers() in training_step."
+    "optimizer_idx belongs to Lightning 1: a step is called once for a batch. Set automatic_optimization = False, and "
+    "step the optimizers of self.optimizers() in training_step."
 )
 _MAIN_ONLY = re.compile(r"\bis_(?:local_)?main_process\b")
 _SAVE_ON_MAIN = (
