@@ -153,7 +153,9 @@ class TensorBoardLogger(VersionedLogger):
         writer.add_text(tag, text, step)
 
     def log_graph(self, model: torch.nn.Module, input_array: object = None) -> None:
-        """Trace `model` on `input_array` and add the graph. Runs `model.forward` a few times, in evaluation mode.
+        """Trace `model` on `input_array` and add the graph.
+
+        Runs `model.forward` several times in evaluation mode, because torch.jit.trace also checks the trace.
 
         Raises:
             ConfigurationError: there is no input to trace with.
