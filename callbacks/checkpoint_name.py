@@ -18,7 +18,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")  # "{val_loss:.2f}": the nam
 
 
 class FileExtension:
-    """End of the names of checkpoints, which are folders: none, or Lightning's under `as_lightning()`."""
+    """File extension of checkpoints, which are folders: none, or Lightning's under `as_lightning()`."""
 
     def __get__(self, owner: object, kind: type | None = None) -> str:
         return ".ckpt" if is_replaced("lightning") else ""

@@ -83,7 +83,7 @@ class CSVLogger(VersionedLogger):
         write_atomically(self.metrics_file, _text(columns, rows_without(rows, step, names), header=True))
 
     def log_hyperparams(self, params: Mapping[str, Any] | None = None) -> None:
-        """Write `hparams.yaml`. A later call adds entries. Default: None, which writes a file without new entries."""
+        """Write `hparams.yaml`. A later call adds entries. Default: None adds no entries."""
         self.write_hyperparams({} if params is None else params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -94,7 +94,6 @@ class CSVLogger(VersionedLogger):
             self._flushed_at = step
         if step - self._flushed_at >= self.flush_logs_every_n_steps:
             self.flush()
-            self._flushed_at = step
 
     def flush(self) -> None:
         """Write pending rows. Blocks until they are in the file."""
@@ -114,6 +113,7 @@ class CSVLogger(VersionedLogger):
         else:
             with open(self.metrics_file, "a", encoding="utf-8", newline="") as file:
                 file.write(_text(self._columns, self._rows, header=False))
+        self._flushed_at = self._rows[-1]["step"]
         self._rows = []
 
     def _rewrite(self, new_names: Iterable[str]) -> None:
@@ -123,6 +123,7 @@ class CSVLogger(VersionedLogger):
         file_rows = ""
         if path.exists():
             file_columns, file_rows = _split(path)
+        # `self._columns` too, in case the file was deleted during the run.
         columns = list(dict.fromkeys(["step", *file_columns, *self._columns, *new_names]))
         # Each row gets a comma for each new column, as text: "0,0.5" becomes "0,0.5,". Parsing all rows at each new
         # name would take minutes for a thousand names.

@@ -29,7 +29,7 @@ class RunRecord:
     """The file `run.jsonl`, to which a run appends one JSON object per event.
 
     Each line is `{"event": …, "step": …, "time": <seconds since 1970>, …}` and is complete when `add` returns. A failed
-    write is a warning and does not end training. An existing record in the folder is continued.
+    write causes a warning and does not end training. An existing record in the folder is continued.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,8 @@ def code_version(folder: Path) -> dict[str, str] | None:
     """Return the commit that is checked out around a folder, and a hash of the uncommitted changes if there are any.
 
     For example, `{"commit": "7d79…", "changes": "<16 hex digits>"}`. Untracked files are not included.
-    Starts git once per folder. Returns None outside of a repository, without git, or if a git command takes 5 seconds.
+    The result is cached per folder. It is None outside of a repository, in a repository without commits, without git,
+    or if a git command takes 5 seconds.
     """
     try:
         commit = _git(folder, "rev-parse", "HEAD").decode().strip()

@@ -19,7 +19,8 @@ from trainwright.loggers.images import to_pixels
 from trainwright.loggers.logger import RunInfo
 from trainwright.loggers.versioned import DEFAULT_NAME, VersionedLogger
 
-_EVENT_FILES = "events.out.tfevents.*"
+_EVENT_PREFIX = "events.out.tfevents."
+_EVENT_FILES = f"{_EVENT_PREFIX}*"
 _WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
 
 
@@ -152,7 +153,9 @@ class TensorBoardLogger(VersionedLogger):
         writer.add_text(tag, text, step)
 
     def log_graph(self, model: torch.nn.Module, input_array: object = None) -> None:
-        """Trace `model` on `input_array` and add the graph. Runs `model.forward` once, in evaluation mode.
+        """Trace `model` on `input_array` and add the graph.
+
+        Runs `model.forward` several times in evaluation mode, because torch.jit.trace also checks the trace.
 
         Raises:
             ConfigurationError: there is no input to trace with.
@@ -197,13 +200,13 @@ class TensorBoardLogger(VersionedLogger):
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait, for less than a second, until a new event file's name sorts after those in `folder`.
+    """Wait until a new event file's name sorts after those in `folder`, for at most one second.
 
     TensorBoard reads the files in the order of their names, which begin with the creation time in seconds. A restart
     mark hides only values in files that are read earlier.
     """
     last = max((path.name for path in folder.glob(_EVENT_FILES)), default="")
-    made_s = last.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]
+    made_s = last.removeprefix(_EVENT_PREFIX).partition(".")[0]
     if made_s.isdigit():
         ahead_s = int(made_s) + 1 - time.time()
         time.sleep(min(max(ahead_s, 0.0), 1.0))  # do not wait longer for a name from a clock that is ahead

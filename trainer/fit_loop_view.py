@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
@@ -67,6 +67,8 @@ class _Loop:
     """
 
     __slots__ = ("_find_run", "_settings")
+    _path: ClassVar[str]  # of the view, for errors
+    _names: ClassVar[str]  # of its attributes, for errors
 
     def __init__(self, settings: Settings, find_run: Callable[[], StageRun]) -> None:
         self._settings = settings
@@ -95,9 +97,8 @@ class _Loop:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"trainer.fit_loop has no {name!r} here. It has the limits and the progress: max_epochs, min_epochs, "
-            "max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, and epoch_loop with its val_loop. "
-            "See also trainer.state."
+            f"{self._path} has no {name!r} here. It has the limits and the progress: {self._names}. See also "
+            "trainer.state."
         )
 
 
@@ -135,6 +136,8 @@ class EpochLoopView(_Loop):
     """The progress of the batches: `trainer.fit_loop.epoch_loop`."""
 
     __slots__ = ()
+    _path = "trainer.fit_loop.epoch_loop"
+    _names = "max_steps, min_steps, batch_idx, total_batch_idx, global_step, batch_progress, and val_loop"
 
     @property
     def val_loop(self) -> ValidationLoopView:
@@ -161,6 +164,11 @@ class FitLoopView(_Loop):
     """The limits and the progress of a fit: `trainer.fit_loop`."""
 
     __slots__ = ()
+    _path = "trainer.fit_loop"
+    _names = (
+        "max_epochs, min_epochs, max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, and "
+        "epoch_loop with its val_loop"
+    )
 
     max_epochs = _Limit()
     min_epochs = _Limit()

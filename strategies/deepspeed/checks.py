@@ -49,7 +49,7 @@ def check_full(model: nn.Module, *, built_in_shards: bool = False) -> None:
 
 
 def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
-    """Check a task whose model is about to be built."""
+    """Check that no parameter exists before `configure_model`, if parameters are offloaded to NVMe."""
     first_name = next((name for name, _ in task.named_parameters()), None)
     if config.offload("offload_param") == "nvme" and first_name is not None:
         raise ConfigurationError(
@@ -78,7 +78,7 @@ def check_optimizers(
         )
     (optimizer,) = optimizers
     name = type(optimizer).__name__
-    if isinstance(optimizer, DummyOptim) is not config_has_optimizer:
+    if isinstance(optimizer, DummyOptim) != config_has_optimizer:
         article = "an" if config_has_optimizer else "no"
         advice = "Use DummyOptim(…), or remove the 'optimizer'." if config_has_optimizer else "Use a real optimizer."
         raise ConfigurationError(f"{config.origin} has {article} 'optimizer', but {source} {name}. {advice}")

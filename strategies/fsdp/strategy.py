@@ -317,7 +317,7 @@ class FSDPEngine(ParallelEngine):
         self.gradients = ShardedGradients(self.device)
         shape = self.strategy.mesh_shape(self.settings)
         self.mesh = shape.device_mesh(self.settings.device_type, shards=self._sharding() is not None)
-        group = None  # of all ranks
+        group = None  # the group of all ranks; unused with one data-parallel rank
         num_data_ranks = shape.dp_replicate * shape.dp_shard * shape.cp
         if 1 < num_data_ranks < shape.size:
             group = data_group(self.mesh)
@@ -514,7 +514,7 @@ class FSDPEngine(ParallelEngine):
     # Evaluation, saves and the end
 
     def begin_evaluation(self) -> None:
-        # Buffers such as running means differ between ranks, which see different data.
+        # Buffers such as running means differ between ranks, which see different data, so rank 0's are sent to all.
         for buffer in self.task.buffers():
             dist.broadcast(local_shard(buffer), src=0)
 

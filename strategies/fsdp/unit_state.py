@@ -55,7 +55,7 @@ def _groups(state: object) -> list[Any]:
 
 
 def _wait(stream: torch.Stream, pending: object) -> None:
-    """Let a stream wait for a collective that torch has recorded. None has no event, and nothing waits."""
+    """Let a stream wait for a collective that torch has recorded. Do nothing if `pending` is None."""
     event = getattr(pending, "event", None)
     if event is not None:
         stream.wait_event(event)

@@ -20,9 +20,9 @@ from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.megatron.core_model import (
     WeightMap,
     check_cuda,
-    core,
     find_model,
     forward_through,
+    import_core,
     make_gpt,
     shape_of,
 )
@@ -73,7 +73,7 @@ class MegatronCoreEngine(ParallelEngine):
 
     def start(self, topology: Topology) -> None:
         super().start(topology)
-        groups = core(".parallel_state")
+        groups = import_core(".parallel_state")
         groups.initialize_model_parallel(tensor_model_parallel_size=self._shape.tp, create_gloo_process_groups=False)
         # A group is needed only if the data-parallel ranks are several, but not all ranks.
         needs_group = 1 < self._shape.dp_shard < self._shape.size
@@ -82,7 +82,7 @@ class MegatronCoreEngine(ParallelEngine):
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices):
             # Megatron-core's fork() requires a seed. The GPTModel has no dropout, so the seed has no effect.
-            core(".tensor_parallel").model_parallel_cuda_manual_seed(0)
+            import_core(".tensor_parallel").model_parallel_cuda_manual_seed(0)
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         if not roots:
@@ -171,7 +171,7 @@ class MegatronCoreEngine(ParallelEngine):
     def close(self) -> None:
         if self._model is not None:
             vars(self._model).pop("forward", None)
-            core(".parallel_state").destroy_model_parallel()
+            import_core(".parallel_state").destroy_model_parallel()
         if self.trained is not None:
             self.trained.handle.remove()
         self.trained = None
@@ -252,8 +252,8 @@ class DistributedAdamW(Gradients):
         self.optimizer = optimizer
         self.weights = weights
         self.num_steps = 0
-        parallel = core(".distributed")
-        optimizers = core(".optimizer")
+        parallel = import_core(".distributed")
+        optimizers = import_core(".optimizer")
         options = parallel.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.replica = parallel.DistributedDataParallel(gpt.config, options, gpt)
         names = {parameter: name for name, parameter in self.replica.named_parameters()}
@@ -271,7 +271,7 @@ class DistributedAdamW(Gradients):
             group_index = indices.pop()
             assert group_index is not None
             names_of_group.setdefault(group_index, []).append(names[gpt_parameter])
-        key = core(".optimizer.optimizer_config").ParamKey
+        key = import_core(".optimizer.optimizer_config").ParamKey
         chained = optimizers.get_megatron_optimizer(
             optimizers.OptimizerConfig(
                 optimizer="adam", lr=0.0, use_distributed_optimizer=True, bf16=gpt.config.bf16, clip_grad=0.0
@@ -282,7 +282,7 @@ class DistributedAdamW(Gradients):
             use_gloo_process_groups=False,
         )
         self.library = chained.chained_optimizers[0]  # the only one, because the GPTModel has no experts
-        self._ranks = core(".parallel_state").get_data_parallel_group()
+        self._ranks = import_core(".parallel_state").get_data_parallel_group()
         self.handle = optimizer.register_step_post_hook(self._step)
 
     def _step(self, *_: object) -> None:
@@ -295,14 +295,14 @@ class DistributedAdamW(Gradients):
         self.free()
 
     def complete(self) -> None:
-        core(".distributed").finalize_model_grads([self.replica])
+        import_core(".distributed").finalize_model_grads([self.replica])
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         counts: dict[nn.Parameter, bool] = {}
-        for weight, gpt_parameter, _ in self.weights.rows:
+        for row in self.weights.rows:
             # Every tensor-parallel rank has the weights that are not split. The norm counts those of the first rank.
-            is_split = weight.layout != "same"
-            counts[gpt_parameter] = is_split or self.weights.rank == 0
+            is_split = row.weight.layout != "same"
+            counts[row.gpt_parameter] = is_split or self.weights.rank == 0
         shards: list[tuple[torch.Tensor, bool]] = []
         for gpt_parameter, gradient in self.gradient_shards():
             shards.append((gradient, counts[gpt_parameter]))
@@ -334,11 +334,11 @@ class DistributedAdamW(Gradients):
 
     def gradient_shards(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield parameters of the GPTModel with this rank's shards of their gradients. Not collective."""
-        for _, gpt_parameter, _ in self.weights.rows:
-            shard = self.shard(gpt_parameter)
+        for row in self.weights.rows:
+            shard = self.shard(row.gpt_parameter)
             if shard is not None:
-                gradient = gpt_parameter.main_grad  # type: ignore[attr-defined]  # megatron-core's
-                yield gpt_parameter, gradient.view(-1)[shard.place]
+                gradient = row.gpt_parameter.main_grad  # type: ignore[attr-defined]  # megatron-core's
+                yield row.gpt_parameter, gradient.view(-1)[shard.place]
 
     def fill(self) -> None:
         """Copy the state from megatron-core's optimizer to the task's optimizer, on the host. Collective."""

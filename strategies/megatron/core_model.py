@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ _SUPPORTED: dict[str, Any] = {
 }
 
 
-def core(name: str = "") -> Any:
+def import_core(name: str = "") -> Any:
     """Import megatron-core, or one of its modules, such as `".parallel_state"`.
 
     Raises:
@@ -47,7 +47,7 @@ def core(name: str = "") -> Any:
 
 
 def check_cuda(device_type: str) -> None:
-    """Check the device type, and that megatron-core is installed.
+    """Check that the device type is CUDA. Check that megatron-core is installed.
 
     Raises:
         ConfigurationError: The device type is not CUDA.
@@ -58,7 +58,7 @@ def check_cuda(device_type: str) -> None:
             f"engine='megatron-core' needs CUDA devices, and Transformer Engine for fused attention; accelerator="
             f"{device_type!r}. Use MegatronStrategy(engine='torch')."
         )
-    core()
+    import_core()
 
 
 def find_model(task: nn.Module) -> Any:
@@ -76,11 +76,12 @@ def find_model(task: nn.Module) -> Any:
         )
     model: Any = models[0]
     trained_ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    untrained = [name for name, parameter in task.named_parameters() if id(parameter) not in trained_ids]
-    if untrained:
+    untrained_names = [name for name, parameter in task.named_parameters() if id(parameter) not in trained_ids]
+    if untrained_names:
         raise ConfigurationError(
-            f"{untrained[0]!r} and {len(untrained) - 1} others are frozen or not in {type(model).__name__}, and "
-            "engine='megatron-core' trains all parameters of one model. Use engine='torch'."
+            f"{type(task).__name__} has parameters that are frozen or not in {type(model).__name__}, such as "
+            f"{untrained_names[0]!r} ({len(untrained_names)} in total), and engine='megatron-core' trains all "
+            "parameters of one model. Use engine='torch'."
         )
     config = model.config.to_dict()
     # transformers 5 nests the type. A model without rotary embeddings has no `rope_parameters`.
@@ -106,6 +107,7 @@ def shape_of(model: Any, tp: int) -> ModelShape:
 
     Raises:
         ConfigurationError: `tp` does not divide a size.
+        CheckpointError: The configuration lacks a size, or has a `quantization_config`.
     """
     name = type(model).__name__
     shape = ModelShape.of(model.config.to_dict(), name)
@@ -134,7 +136,7 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
     recompute_options: dict[str, Any] = {}
     if recompute == "full":  # megatron-core requires a method
         recompute_options = {"recompute_method": "uniform", "recompute_num_layers": 1}
-    config = core(".transformer.transformer_config").TransformerConfig(
+    config = import_core(".transformer.transformer_config").TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -160,13 +162,13 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         recompute_granularity=recompute,
         **recompute_options,
     )
-    specs = core(".models.gpt.gpt_layer_specs")
+    specs = import_core(".models.gpt.gpt_layer_specs")
     qk = shape.kind == "qwen3"
-    if core(".extensions.transformer_engine").HAVE_TE:
+    if import_core(".extensions.transformer_engine").HAVE_TE:
         layers = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk)
     else:
         layers = specs.get_gpt_layer_local_spec(qk_layernorm=qk, normalization=norm)
-    return core(".models.gpt").GPTModel(
+    return import_core(".models.gpt").GPTModel(
         config,
         layers,
         vocab_size=shape.vocabulary,
@@ -176,6 +178,20 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         rotary_base=rotary_base,
         parallel_output=True,
     )
+
+
+class WeightRow(NamedTuple):
+    """A weight of the GPTModel with its parameters.
+
+    Attributes:
+        weight: Description of the weight.
+        gpt_parameter: This rank's parameter of the GPTModel.
+        originals: The parameters of transformers' model that the weight joins.
+    """
+
+    weight: ModelWeight
+    gpt_parameter: nn.Parameter
+    originals: list[nn.Parameter]
 
 
 class WeightMap:
@@ -192,18 +208,17 @@ class WeightMap:
 
     Attributes:
         rank: Tensor-parallel rank of this process.
-        rows: For each weight: its description, this rank's parameter of the GPTModel, and the parameters of
-            transformers' model that it joins.
+        rows: The weights of the GPTModel.
     """
 
     def __init__(self, model: nn.Module, gpt: nn.Module, shape: ModelShape, tp: int) -> None:
-        self._group = core(".parallel_state").get_tensor_model_parallel_group()
+        self._group = import_core(".parallel_state").get_tensor_model_parallel_group()
         self._tp = tp
         self.rank = self._group.rank()
         base = "transformer." if shape.kind == "gpt2" else "model."
         originals_by_name = dict(model.named_parameters())
         gpt_by_name = dict(gpt.named_parameters())
-        self.rows: list[tuple[ModelWeight, nn.Parameter, list[nn.Parameter]]] = []
+        self.rows: list[WeightRow] = []
         for weight in shape.weights():
             # Transformer Engine joins a norm and the linear layer after it, which changes the names of norms.
             name = weight.name if weight.name in gpt_by_name else joined_norms(weight.name)
@@ -211,7 +226,7 @@ class WeightMap:
             for original in weight.names:
                 in_base = not original.startswith("lm_head.")
                 originals.append(originals_by_name[base + original if in_base else original])
-            self.rows.append((weight, gpt_by_name[name], originals))
+            self.rows.append(WeightRow(weight, gpt_by_name[name], originals))
 
     @torch.no_grad()
     def divide(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -259,7 +274,7 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
 
     The function raises a `ConfigurationError` for other arguments, and for left padding and packed sequences.
     """
-    parallel = core(".tensor_parallel")
+    parallel = import_core(".tensor_parallel")
 
     def forward(
         input_ids: torch.Tensor,
@@ -281,7 +296,7 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
             )
         length = input_ids.shape[1]
         positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-        # Blocks on the device. Padding on the right needs no mask: the causal mask hides it from earlier tokens.
+        # Waits for the device. Padding on the right needs no mask: the causal mask hides it from earlier tokens.
         if attention_mask is not None and not bool((attention_mask.diff(dim=1) <= 0).all()):
             raise ConfigurationError("engine='megatron-core' does not support padding on the left. Pad on the right.")
         if position_ids is not None and not bool((position_ids == positions).all()):
@@ -290,7 +305,7 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
                 "position_ids, or use engine='torch'."
             )
         gpt.train(model.training)
-        # True where a position must not attend to another: to later ones.
+        # True where attention is masked: at later positions.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=input_ids.device).triu(1)
         logits = gpt(input_ids, positions, mask).float()
         if shift_labels is None and labels is not None:

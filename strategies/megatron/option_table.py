@@ -15,6 +15,8 @@ _DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop
 _STAGES = "use Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
 _LATER = "save_state and load_state always include the optimizer; remove it"
 _HOST = "the optimizer stays on the device; use Accelerator(fsdp_plugin=…) with cpu_offload=True for one on the host"
+# For `not_launched`: the launcher accepts the flag without effect.
+_NO_EFFECT = ""
 
 
 def _refused(name: str, read: Callable[[str], Any], refusal: str, *harmless: object) -> EngineOption:
@@ -45,8 +47,8 @@ MEGATRON_LM = OptionTable(
         EngineOption("use_distributed_optimizer", "Shard optimizer states over data-parallel ranks.", read=as_flag),
         EngineOption("gradient_clipping", "Largest norm of gradients; 0: any.", read=float),
         EngineOption("recompute_granularity", "full or selective.", choices=("full", "selective")),
-        EngineOption("attention_backend", not_launched=""),
-        EngineOption("attention_softmax_in_fp32", read=as_flag, not_launched=""),
+        EngineOption("attention_backend", not_launched=_NO_EFFECT),
+        EngineOption("attention_softmax_in_fp32", read=as_flag, not_launched=_NO_EFFECT),
         _refused("use_custom_fsdp", as_flag, "use use_distributed_optimizer=True", False),
         _refused("no_load_optim", as_flag, _LATER, False),
         _refused("no_save_optim", as_flag, _LATER, False),

@@ -62,13 +62,13 @@ class LiveReplicas:
         self._has_joined = False  # True from `join` to the next `average`
         self._device = device
         self._timeout = timeout
-        # The processes of this replica exchange addresses in a store of its first process. Port 0: a free one.
+        # The processes of this replica exchange addresses in a store of its first process. Port 0 selects a free port.
         self._store: TCPStore | None = None
         address = None
         if processes.rank == 0:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             address = (host, self._store.port)
-        host, port = processes.gather_object(address)[0]
+        store_host, store_port = processes.gather_object(address)[0]
         group = torchft.ProcessGroupGloo if device.type == "cpu" else torchft.ProcessGroupNCCL
         self._manager = torchft.Manager(
             pg=group(timeout=timeout),
@@ -79,9 +79,9 @@ class LiveReplicas:
             quorum_timeout=DEFAULT_TIMEOUT,
             rank=processes.rank,
             world_size=processes.world_size,
-            store_addr=host,
-            store_port=port,
-            hostname=host,
+            store_addr=store_host,
+            store_port=store_port,
+            hostname=store_host,  # of the replica's server, which its first process starts
             **manager,
         )
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
@@ -120,8 +120,9 @@ class LiveReplicas:
         # process only after the timeout. The first process must wait for the second.
         if not self._manager.should_commit(timeout=2 * self._timeout):
             return False
+        total_weight = max(float(total), 1e-12)  # the sums are 0 if all replicas had only padding
         for flat in flats:
-            flat.write_mean(max(float(total), 1e-12))  # the sums are 0 if all replicas had only padding
+            flat.write_mean(total_weight)
         return True
 
     def close(self) -> None:

@@ -342,3 +342,11 @@ def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
     assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
     model.eval()
     assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_positional_arguments_with_custom_functions_are_an_error() -> None:
+    plugin = MegatronLMPlugin(custom_loss_function=lambda *_: None, gradient_clipping=0)
+    model = Accelerator(megatron_lm_plugin=plugin, cpu=True).prepare(_gpt2())
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(ConfigurationError, match=r"received 1 positional argument.*Call model\(\*\*batch\)"):
+        model(tokens, labels=tokens)

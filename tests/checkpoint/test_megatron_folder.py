@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.checkpoint import megatron_run
+from trainwright.checkpoint.interop.megatron_names import config_from_args
 from trainwright.cli.checkpoint import checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
@@ -175,6 +176,24 @@ def test_arguments_that_do_not_describe_the_config_are_an_error(saved: Path, cha
     (first / "config.json").unlink()
     with pytest.raises(CheckpointError, match="does not store arguments that determine the model's config"):
         _run("convert", first, saved.with_name("back"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_experts": 4},
+        {"window_size": (7, 0)},
+        {"qk_layernorm": True},
+        {"kv_channels": 16},
+        {"group_query_attention": True, "num_query_groups": 2},
+    ],
+)
+def test_arguments_of_a_changed_gpt2_do_not_determine_a_config(changed: dict[str, Any]) -> None:
+    args: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+    args |= {"max_position_embeddings": 16, "vocab_size": 64, "position_embedding_type": "learned_absolute"}
+    args |= {"normalization": "LayerNorm", "swiglu": False, "add_bias_linear": True, "kv_channels": 8}
+    assert config_from_args(args) is not None
+    assert config_from_args(args | changed) is None
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)

@@ -311,7 +311,7 @@ def test_class_paths_of_hydra_and_lightnings_cli_are_rewritten(
             "import pytorch_lightning as pl\nclass A(pl.LightningModule):\n"
             "    def training_step(self, batch, batch_idx, optimizer_idx): ...\n",
             3,
-            "optimizer_idx is of Lightning 1",
+            "optimizer_idx belongs to Lightning 1",
         ),
         (
             "import lightning as L\nclass A(L.LightningModule):\n    def test_epoch_end(self, outputs): ...\n",
@@ -321,6 +321,12 @@ def test_class_paths_of_hydra_and_lightnings_cli_are_rewritten(
         (
             "from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n    a.save_state('x')\n",
             4,
+            "save_state on the main process alone",
+        ),
+        (
+            "from accelerate import Accelerator\na = Accelerator()\nif not a.is_main_process:\n    a.save_state('x')\n"
+            "else:\n    a.save_state('y')\n",
+            6,
             "save_state on the main process alone",
         ),
     ],

@@ -122,6 +122,7 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         ([], "name a script"),
         (["--num_proceses", "2", "a.py"], "has no option --num_proceses. Did you mean 'num_processes'"),
         (["--num_processes"], "--num_processes needs a value"),
+        (["--module=false", "a.py"], "--module=false: the flag takes no value. Write --module, or omit it"),
         (["--num_processes", "two", "a.py"], "--num_processes: num_processes='two', expected a whole number"),
         (["--mixed_precision", "bf61", "a.py"], "mixed_precision='bf61' is unknown. Did you mean 'bf16'"),
         (["--config_file", "/no/such.yaml", "a.py"], "cannot be read"),

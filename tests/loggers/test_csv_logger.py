@@ -42,6 +42,19 @@ def test_every_value_is_read_back_whatever_the_columns_and_flushes(
         assert found == [metrics for metrics, _ in calls]
 
 
+def test_a_flush_counts_as_the_last_write(tmp_path: Path) -> None:
+    logger = started(tmp_path, flush_logs_every_n_steps=10)
+    for step in range(10):
+        logger.log_metrics({"a": 1.0}, step)
+    logger.flush()
+    logger.log_metrics({"a": 1.0}, 10)
+    assert len(rows(logger)) == 10
+    for step in range(11, 20):
+        logger.log_metrics({"a": 1.0}, step)
+    assert len(rows(logger)) == 20
+    logger.finish("success")
+
+
 def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
     first = started(tmp_path)
     for step in (1, 2):

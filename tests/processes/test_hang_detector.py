@@ -329,6 +329,12 @@ def test_the_report_names_the_last_collective_of_each_rank() -> None:
     assert "  last collective of rank 2: gloo:all_reduce, number 6" in text
 
 
+def test_a_build_of_torch_without_distributed_has_no_last_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.delattr(torch._C, "_distributed_c10d")
+    assert last_recorded_collective() == ""
+
+
 def _last_collective() -> str:
     rank = dist.get_rank()
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]

@@ -147,6 +147,11 @@ def test_libraries_can_read_private_names_of_lightning() -> None:
         _ = trainer._accelerator_connector.use_ddp
     with pytest.raises(AttributeError, match=r"epoch_progress, and epoch_loop with its val_loop\. See"):
         _ = trainer.fit_loop._results
+    epoch_loop = trainer.fit_loop.epoch_loop
+    with pytest.raises(AttributeError, match=r"trainer\.fit_loop\.epoch_loop has no 'max_epochs' here") as caught:
+        _ = epoch_loop.max_epochs
+    names = "max_steps, min_steps, batch_idx, total_batch_idx, global_step, batch_progress, and val_loop"
+    assert f"It has the limits and the progress: {names}." in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["_data_connector", "_logger_connector", "_checkpoint_connector"])

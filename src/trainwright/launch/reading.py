@@ -46,7 +46,7 @@ _NEED_NO_SWITCH = (
     "gradient_accumulation_steps",
     *(option.flag for option in DEEPSPEED.options.values() if not option.needs_switch),
 )
-# Keys of `tpu-config`, which request nothing of `trainwright launch`.
+# Keys of `tpu-config`, without effect on `trainwright launch`.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file")
 # Values of `distributed_type` in a file → the options that they set.
 TYPES: dict[str, dict[str, bool]] = {
@@ -57,8 +57,17 @@ TYPES: dict[str, dict[str, bool]] = {
     "TPU": {"tpu": True},
     "MEGATRON_LM": {MEGATRON_LM.switch: True},
 }
-# Further values of `distributed_type`, which name devices. Only MULTI_CPU sets an option (`cpu`).
-DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
+# Further values of `distributed_type`, which name devices → the options that they set.
+DEVICES: dict[str, dict[str, bool]] = {
+    "MULTI_GPU": {},
+    "MULTI_CPU": {"cpu": True},
+    "MULTI_XPU": {},
+    "MULTI_NPU": {},
+    "MULTI_MLU": {},
+    "MULTI_MUSA": {},
+    "MULTI_HPU": {},
+    "TP": {},
+}
 # Options of fp8_backend=AO, which is torchao. All other options of fp8 are those of other backends.
 _FP8_OF_AO = ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
 
@@ -72,7 +81,8 @@ class LaunchCommand:
         script: Path, module name or program.
         arguments: Arguments of the script.
         kind: `"script"`, `"module"` (`-m`) or `"program"` (`--no_python`).
-        notes: A message for each option that a flag, an environment variable or the file set differently.
+        notes: A message for each option that a flag, an environment variable or the file set differently, and one that
+            names ignored options of fp8.
     """
 
     config: LaunchConfig
@@ -124,7 +134,7 @@ def read_command(argv: Sequence[str]) -> LaunchCommand:
 
 
 def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfig, list[str]]:
-    """Return the options of flags, environment variables and a file, and a note for each overridden value.
+    """Return the options of flags, environment variables and a file, and the notes of a `LaunchCommand`.
 
     Args:
         flags: Values of the flags.
@@ -133,7 +143,9 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
     values, notes = merged(flags, read_variables(), read_file(file))
     notes += _ignored_fp8(values)
     # Flags only: files of `accelerate config` may keep sections of engines that they do not select.
-    for name in flags.keys() - set(_NEED_NO_SWITCH):
+    for name in flags:
+        if name in _NEED_NO_SWITCH:
+            continue
         switch = _SWITCHES.get(known_options()[name].section)
         if switch is not None and not values.get(switch):
             raise ConfigurationError(f"--{name} needs --{switch} too.")
@@ -169,6 +181,8 @@ def split(
         name = _name_of_flag(flag)
         option = known_options().get(name)
         if further_flags.get(name) is False:
+            if equals:
+                raise ConfigurationError(f"{flag}={text}: the flag takes no value. Write {flag}, or omit it.")
             further[name] = "true"
             continue
         if option is None and name not in further_flags:
@@ -285,7 +299,7 @@ def read_content(path: Path) -> Any:
         if path.suffix == ".json":
             return json.loads(text)
         return parse_yaml(text, origin)
-    except ConfigurationError:  # a ValueError too, which has its text already
+    except ConfigurationError:  # also a ValueError; its message is complete
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{origin} cannot be read: {error}.") from error
@@ -295,7 +309,7 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     """Return the options that the content of a configuration file sets.
 
     Args:
-        content: Content of the YAML file.
+        content: Content of the YAML or JSON file.
         origin: Path of the file, for errors.
     """
     if not isinstance(content, dict):
@@ -333,13 +347,12 @@ def _without_sections(content: dict[Any, Any], origin: str) -> dict[str, Any]:
         top_level["sagemaker"] = True
         top_level["sagemaker_distributed_type"] = top_level.pop("distributed_type", None)
     kind = str(top_level.pop("distributed_type", "NO")).upper()
-    if kind not in TYPES and kind not in DEVICES:
+    options_of_kind = TYPES | DEVICES
+    if kind not in options_of_kind:
         raise ConfigurationError(
-            f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*TYPES, *DEVICES))}."
+            f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join(options_of_kind)}."
         )
-    flat: dict[str, Any] = dict(TYPES.get(kind, {}))
-    if kind == "MULTI_CPU":
-        flat["cpu"] = True
+    flat: dict[str, Any] = dict(options_of_kind[kind])
     if isinstance(top_level.get("dynamo_backend"), str):  # files of Accelerate 0.13
         top_level["dynamo_config"] = {"dynamo_backend": top_level.pop("dynamo_backend")}
     if top_level.pop("fp16", None) is True:  # files of Accelerate 0.9
@@ -366,7 +379,10 @@ def sets_nothing(key: str) -> bool:
 
 
 def _ignored_fp8(values: Mapping[str, Any]) -> list[str]:
-    """Return a note that names options of another backend of fp8 than the selected one."""
+    """Return a list with one note that names ignored options of fp8, or an empty list.
+
+    Options of another backend than the selected one are ignored.
+    """
     if values.get("mixed_precision") != "fp8":
         return []
     backend = values.get("fp8_backend") or "AO"

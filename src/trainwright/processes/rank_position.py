@@ -1,8 +1,8 @@
 """Position of a rank: the Trainer's counters and the activity of the main thread, read by another thread."""
 
-# The stack of the main thread comes from Python. torch's flight recorder (2.13) names no line of the user's code, and
-# says nothing about the rank that is in no collective, which is the cause of a hang. faulthandler writes to a file
-# descriptor of its own process, where no other rank can read it.
+# The stack of the main thread comes from Python. torch's flight recorder (2.13) does not contain lines of the user's
+# code, or ranks outside of collectives, which cause most hangs. faulthandler writes to a file descriptor of its own
+# process, where no other rank can read it.
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 _MOST_STACK_CHARACTERS = 20_000
-_WRAPPERS = ("wrapper", "decorate_context", "<lambda>")  # functions of torch that call the function of a user's name
+# Names of torch's wrapper functions. The function that the user called is inside them.
+_WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RankPosition:
     doing: str  # "saving", "fetching data", "setting up" or empty
     place: str  # innermost line of its main thread
     process: str  # host and process ID
-    stacks: str  # the Python stacks of all its threads, the main one first
+    stacks: str  # the Python stacks of its threads, the main one first; see `stacks_of`
     last_collective: str = ""  # of torch's flight recorder; empty if torch has recorded none
 
 
@@ -74,8 +75,10 @@ def last_recorded_collective() -> str:
     Return an empty string if torch has recorded none.
     """
     # Private names of torch 2.13; its own command line reads the same JSON from files.
+    if not dist.is_available():  # builds of torch without it do not have the module below
+        return ""
     read = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    if not dist.is_available() or read is None:
+    if read is None:
         return ""
     trace = json.loads(read(True, False))  # with collectives, and not only those that still run
     entries = trace.get("entries") or []
@@ -104,8 +107,8 @@ def collective_of(frames: list[FrameType]) -> str:
     """
     if not frames:
         return ""
-    # Of a call of torch's, the innermost frames are helpers. The outermost of its frames is the function that the user
-    # called, except that `dist.all_reduce`, for example, is itself called by a wrapper.
+    # The innermost torch frames are helpers. The outermost torch frame is the function that the user called, unless it
+    # is a wrapper. For example, a wrapper calls `dist.all_reduce`.
     collective = ""
     for frame in frames:
         module = _module(frame)
@@ -136,7 +139,10 @@ def activity_of(frames: list[FrameType]) -> str:
 
 
 def stacks_of(thread_id: int) -> str:
-    """Return the Python stacks of all threads except the calling thread. The stack of `thread_id` is the first."""
+    """Return the Python stacks of all threads except the calling thread. The stack of `thread_id` is the first.
+
+    The text is cut after 20,000 characters.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     other_ids = sorted(frames.keys() - {thread_id, threading.get_ident()})

@@ -44,7 +44,7 @@ class RandomDictDataset(Dataset[dict[str, Tensor]]):
 
 
 class RandomIterableDataset(IterableDataset[Tensor]):
-    """Iterable data set of `count` random vectors with `size` numbers each, divided over ranks and workers."""
+    """Iterable data set of `count` random vectors with `size` numbers each. `shard` divides them."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size = size
@@ -67,7 +67,7 @@ class RandomIterableDatasetWithLen(RandomIterableDataset):
 
 
 class BoringModel(TaskModule):
-    """Task with one linear layer and random data. It defines every step and every loader."""
+    """Task with one linear layer and random data. It defines every loader, and every step except `predict_step`."""
 
     def __init__(self) -> None:
         super().__init__()

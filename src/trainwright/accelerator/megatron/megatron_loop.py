@@ -69,7 +69,8 @@ class MegatronLoop:
     def enlarge(self, loader: T) -> T:
         """Return a DataLoader whose batches have the rows of all micro-batches of a step.
 
-        Return other loaders unchanged. The plugin receives the sizes of batches if they are not set.
+        Return other loaders, and all loaders with one micro-batch, unchanged. The plugin receives the sizes of batches
+        if they are not set.
         """
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             return loader
@@ -140,20 +141,29 @@ class MegatronLoop:
         """
         if self._is_direct:
             return call(*args, **kwargs)
-        ranks = self.data_ranks
-        if not (model.training and torch.is_grad_enabled()):
-            with torch.no_grad():
-                loss, output = self._forward(model, call, args, kwargs)
-            if loss is None:
-                return output
-            if not isinstance(output, dict):
-                output = PipelineOutput(logits=output)
-            output["loss"] = ranks.all_gather(loss.detach()).mean()
+        if model.training and torch.is_grad_enabled():
+            return self._train(model, call, args, kwargs)
+        return self._evaluate(model, call, args, kwargs)
+
+    def _evaluate(
+        self, model: nn.Module, call: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
+        with torch.no_grad():
+            loss, output = self._forward(model, call, args, kwargs)
+        if loss is None:
             return output
+        if not isinstance(output, dict):
+            output = PipelineOutput(logits=output)
+        output["loss"] = self.data_ranks.all_gather(loss.detach()).mean()
+        return output
+
+    def _train(
+        self, model: nn.Module, call: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> PipelineOutput:
         parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
         logits_of_parts: list[torch.Tensor] = []
 
-        def step(part: Part) -> torch.Tensor:
+        def loss_of_part(part: Part) -> torch.Tensor:
             part_args, part_kwargs = part.data
             loss, output = self._forward(model, call, part_args, part_kwargs)
             if loss is None:
@@ -163,9 +173,9 @@ class MegatronLoop:
                 logits_of_parts.append(full_output(logits).detach())
             return loss * part.weight * len(parts)  # `forward_backward` divides by the number of parts
 
-        loss = self._forward_backward(step, parts)
-        loss = ranks.all_gather(full_output(loss)).mean()  # in a pipeline, all ranks have this mean already
-        # With a graph of its own, so that `accelerator.backward(loss)` of the user's loop has no effect.
+        loss = self._forward_backward(loss_of_part, parts)
+        loss = self.data_ranks.all_gather(full_output(loss)).mean()  # in a pipeline, all ranks have this mean already
+        # The loss has a graph of its own, so that `accelerator.backward(loss)` of the user's loop has no effect.
         whole_output = PipelineOutput(loss=loss.detach().requires_grad_())
         if self.plugin.return_logits:
             whole_output["logits"] = torch.cat(logits_of_parts) if logits_of_parts else None
@@ -183,13 +193,18 @@ class MegatronLoop:
             output = call(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, dict) else None
             return (None if loss is None else full_output(loss)), output
+        if args:
+            raise ConfigurationError(
+                f"{type(model).__name__} received {len(args)} positional argument(s), but the plugin's custom "
+                "functions read a batch of named arguments. Call model(**batch)."
+            )
         if model not in self._steps:
             self._steps[model] = make_train_step(plugin, model)
-        step = self._steps[model]
+        train_step = self._steps[model]
         forward = call
-        if isinstance(step, GPTTrainStep):
-            forward = partial(step.call_model, call, plugin.return_logits)
-        result, loss_func = step.forward_step(iter([kwargs]), forward)
+        if isinstance(train_step, GPTTrainStep):
+            forward = partial(train_step.call_model, call, plugin.return_logits)
+        result, loss_func = train_step.forward_step(iter([kwargs]), forward)
         loss, entries = loss_func(result)
         return loss, PipelineOutput(entries)
 

@@ -14,11 +14,9 @@ from trainwright.core.errors import ConfigurationError
 _MOVES = ("to", "cuda", "xpu", "cpu", "to_empty")  # methods of modules
 
 
-# `refuse_moves` stores replacements in the model's `__dict__`, where they hide the methods of its class.
-
-
 def refuse_moves(model: nn.Module) -> None:
     """Make `model.to(device)`, `cuda()` and similar raise ConfigurationError while weights are offloaded or on disk."""
+    # The replacements are stored in the model's `__dict__`, where they hide the methods of its class.
     for name in _MOVES:
         if hasattr(type(model), name) and name not in model.__dict__:
             model.__dict__[name] = _Move(name, model)

@@ -74,7 +74,13 @@ def explain(
     *,
     fallback: bool,
 ) -> DeviceMapReport:
-    """Return a report of an assignment and its map, given the arguments and the result of `assign_devices`."""
+    """Return a report of an assignment and its map.
+
+    Args:
+        outline, budgets, fallback: The arguments of `assign_devices`.
+        assignment: Its result.
+        device_map: The map of the assignment.
+    """
     shares = []
     for device, budget in budgets.items():
         modules = tuple(name for name, used in device_map.items() if used == device)
@@ -88,7 +94,7 @@ def explain(
 
 
 def _span(share: DeviceShare) -> str:
-    """Return the names of a device's modules. Only the first and last of more than three."""
+    """Return the names of a device's modules. Of more than three, only the first and the last are named."""
     names = [name or "(the whole model)" for name in share.modules]
     if len(names) <= 3:
         return ", ".join(names)
@@ -126,7 +132,10 @@ def _reasons(outline: Outline, assignment: DeviceAssignment) -> list[str]:
 def _missing_bytes(
     outline: Outline, budgets: dict[Device, int | None], assignment: DeviceAssignment, *, fallback: bool
 ) -> int | None:
-    """Return the smallest addition to the last accelerator's budget with which nothing is offloaded."""
+    """Return the smallest addition to the last accelerator's budget with which nothing is offloaded.
+
+    Returns 0 if nothing is offloaded, and None without an accelerator.
+    """
     accelerators = [device for device, budget in budgets.items() if is_accelerator(device) and budget != 0]
     if not accelerators:
         return None

@@ -157,7 +157,8 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
             DTensor.
 
     Raises:
-        CheckpointError: `flat` is damaged, or two ranks would share a block of codes.
+        CheckpointError: `flat` is damaged, two ranks would share a block of codes, the shapes of `flat` and `like`
+            differ, or ranks have different numbers of the parameter's rows.
     """
     _check(flat)
     if not is_sharded(like):
@@ -225,7 +226,7 @@ def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...
     """
     if not is_sharded(like):
         return local
-    # A DTensor exists, so that its module has been imported. An import here would load it in all other runs.
+    # `like` is a DTensor, so its module is imported already. An import here would load it in all other runs.
     kind: Any = sys.modules["torch.distributed.tensor"].DTensor
     if shape is None:
         num_elements = local.numel()

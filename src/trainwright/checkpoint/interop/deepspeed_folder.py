@@ -46,7 +46,8 @@ _WEIGHT = "fp32"
 def find_deepspeed(folder: Path) -> Path | None:
     """Return the folder with the ranks' files: `folder`, or the folder that the file `latest` in it names.
 
-    Returns None if `folder` has neither such files nor `latest`.
+    Returns None if `folder` has neither such files nor `latest`. Raises a `CheckpointError` if the folder that `latest`
+    names is missing.
     """
     for path in folder.iterdir():
         if _MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name):
@@ -93,7 +94,7 @@ def read_deepspeed(folder: Path) -> Sharded:
 def _unsupported_parallelism(folder: Path, model: Mapping[str, Any]) -> str | None:
     """Return the kind of parallelism that cannot be converted, or None. `model` is the model file of rank 0."""
     if any(folder.glob("layer_*_expert_*")) or any(folder.glob("expp_*")):
-        return "experts"
+        return "expert parallelism"
     if any(folder.glob("layer_*-model_states.pt")):
         return "pipeline parallelism"
     if int(model.get("mp_world_size") or 1) > 1:
@@ -198,10 +199,10 @@ class _Zero:
     Attributes:
         is_stage_3: False for stages 1 and 2, whose files have the same format.
         shapes: for each parameter group, the shapes of its trainable parameters by name.
-        groups: the parameter groups of the optimizer, without parameters.
+        groups: the parameter groups of the optimizer. Their `"params"` are not used.
         vectors: kind → rank → group (stage 3: sub-group) → flat vector. In nested containers, this is
             `{"fp32": [[vector of group 0, vector of group 1], [...]], "exp_avg": ...}`, with an inner list per rank.
-        plain: for each group (stage 3: sub-group), the values that are not partitioned by kind, as in `{"step": 10}`.
+        plain: for each group (stage 3: sub-group), the unpartitioned values: kind → value, as in `{"step": 10}`.
     """
 
     def __init__(self, folder: Path, shapes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:

@@ -355,7 +355,7 @@ def config_from_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
         "swiglu": True,
         "add_bias_linear": False,
     }
-    if parts == gpt2_parts:
+    if parts == gpt2_parts and not _differs_from_gpt2(args):
         return _gpt2_config(args) | shared
     if parts == llama_parts and not _has_unsupported_parts(args):
         return _llama_config(args) | shared
@@ -367,6 +367,18 @@ def _has_unsupported_parts(args: Mapping[str, Any]) -> bool:
     if args.get("rotary_percent", 1.0) != 1.0:
         return True
     return any(args.get(name) for name in ("use_rope_scaling", "rotary_interleaved", "num_experts", "window_size"))
+
+
+def _differs_from_gpt2(args: Mapping[str, Any]) -> bool:
+    """Return whether the MLP or attention differ from those of GPT-2."""
+    heads = args["num_attention_heads"]
+    groups = args.get("num_query_groups") or heads
+    if args.get("group_query_attention") and groups != heads:
+        return True
+    default_head = args["hidden_size"] // heads
+    if (args.get("kv_channels") or default_head) != default_head:
+        return True
+    return any(args.get(name) for name in ("num_experts", "window_size", "qk_layernorm"))
 
 
 def _gpt2_config(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ _FOLDER = "a checkpoint is a folder here: load_from_checkpoint of your task read
 _EXTENSION = "the name of a checkpoint has no .ckpt at its end here, unless save_checkpoint(path) has named it."
 _SEARCHES = ("endswith", "glob", "rglob", "iglob", "fnmatch", "filter")
 _OPTIMIZER_IDX = (
-    "optimizer_idx is of Lightning 1: a step is called once for a batch. Set automatic_optimization = False, and step "
-    "the optimizers of self.optimizers() in training_step."
+    "optimizer_idx belongs to Lightning 1: a step is called once for a batch. Set automatic_optimization = False, and "
+    "step the optimizers of self.optimizers() in training_step."
 )
 _MAIN_ONLY = re.compile(r"\bis_(?:local_)?main_process\b")
 _SAVE_ON_MAIN = (
@@ -45,6 +45,8 @@ def imports_of_face(program: Program) -> dict[str, str]:
         if not isinstance(node, (ast.Import, ast.ImportFrom)) or FACE not in roots(node):
             continue
         for alias in node.names:
+            if isinstance(node, ast.Import) and alias.name.partition(".")[0] != FACE:
+                continue  # `os` of `import trainwright, os`
             if isinstance(node, ast.ImportFrom):
                 imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
             elif alias.asname is not None:
@@ -63,8 +65,17 @@ def _report_old_code(program: Program) -> None:
             if node.name in REMOVED_HOOKS:
                 program.report(node, f"{node.name}: {REMOVED_HOOKS[node.name]}")
         elif isinstance(node, ast.If) and _MAIN_ONLY.search(ast.unparse(node.test)):
-            for line in node.body:
-                _report_saves(program, line)
+            for statement in _main_only_branch(node):
+                _report_saves(program, statement)
+
+
+def _main_only_branch(node: ast.If) -> list[ast.stmt]:
+    """Return the branch for the main process. It is the `else` of `if not accelerator.is_main_process`."""
+    for part in ast.walk(node.test):
+        is_not = isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not)
+        if is_not and _MAIN_ONLY.search(ast.unparse(part)):
+            return node.orelse
+    return node.body
 
 
 def _report_saves(program: Program, statement: ast.stmt) -> None:
@@ -146,7 +157,11 @@ def _extended_names(tree: ast.AST) -> list[str]:
 
 
 def _names_checkpoint(tree: ast.AST, paths: set[str]) -> bool:
-    """Return whether an expression is, or contains, the path of a checkpoint. `paths`: variables with such paths."""
+    """Return whether an expression is, or contains, the path of a checkpoint. `paths`: variables with such paths.
+
+    The result is False for a call, except of a function that returns a path. Arguments of calls within a larger
+    expression, as in `a + f("x.ckpt")`, count as paths.
+    """
     if isinstance(tree, ast.Call) and _called(tree) not in ("Path", "join", "str", "fspath", "format"):
         return False  # `Net.load_from_checkpoint("last.ckpt")` is a task
     if _extended_names(tree):
