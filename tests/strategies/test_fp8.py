@@ -335,6 +335,14 @@ def test_what_it_cannot_do_is_refused(message: str) -> None:
         _REFUSED[message]()
 
 
+def test_a_layer_of_two_models_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = _Layers(), _Layers()
+    second.third = first.third
+    with caplog.at_level(logging.INFO, "trainwright"), contextlib.ExitStack() as undo:
+        Fp8().convert([first, second], torch.device("cpu"), undo)
+    assert "fp8: 3 linear layers" in caplog.text
+
+
 def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
     model = _Layers()
     convert_model_to_fp8_ao(model)

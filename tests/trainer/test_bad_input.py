@@ -279,3 +279,8 @@ def test_the_number_of_steps_is_infinite_for_data_without_a_length() -> None:
     quiet_trainer(max_epochs=1, max_samples=4).fit(Task(), loader)
     quiet_trainer(max_epochs=1, max_steps=2).fit(Task(), loader)
     assert seen == [math.inf, 2]
+
+
+@pytest.mark.parametrize("plugins", [None, [], ()])
+def test_no_plugins_are_accepted(plugins: Any) -> None:
+    quiet_trainer(plugins=plugins)

@@ -107,7 +107,8 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
         value = getattr(arguments, name)
         if name == "plugins" and value:
             value = _without_needless(value)
-        if value is not None and value != []:
+        is_default = value is None or value == [] or value == ()
+        if not is_default:
             raise ConfigurationError(f"{name}={value!r}: {instead}")
     if arguments.barebones:
         _check_barebones(arguments)
