@@ -132,8 +132,12 @@ class Fp8(Precision):
             raise ConfigurationError(
                 "the recipe 'rowwise_with_gw_hp' needs a CUDA device. Use 'rowwise', or precision='bf16-mixed'."
             )
+        name = device.type
+        if name == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            name = f"cuda with compute capability {major}.{minor}"
         rank_zero_warn(
-            f"{device.type} has no float8 matrix products and emulates them, which is slower than bf16. Use "
+            f"{name} has no float8 matrix products and emulates them, which is slower than bf16. Use "
             "precision='bf16-mixed' unless you test a model for other devices.",
             category=TrainwrightWarning,
         )

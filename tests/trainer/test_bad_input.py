@@ -58,7 +58,7 @@ from trainwright.trainer.trainer import Trainer
         ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norms"}, r"'norms' is unknown. Did you mean 'norm'"),
         *(({"on_nonfinite": policy}, "'raise', 'skip' or 'rollback'") for policy in ("skp", True)),
         *(({"max_skipped": wrong}, "max_skipped") for wrong in (0, 1.5)),
-        *(({"on_interrupt": w}, r"on_interrupt=.* Write 'return' or 'raise'") for w in ("stop", True)),
+        *(({"on_interrupt": w}, r"on_interrupt=.* Write 'return' or 'raise', or None") for w in ("stop", True)),
         ({"on_save_error": "ignore"}, "on_save_error='ignore' is unknown"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
