@@ -24,7 +24,7 @@ class Profiler:
 
     Args:
         dirpath: Folder of the profiler's files. Default: None, which is `default_root_dir` of the Trainer.
-        filename: Name in the names of the files. Default: None, which is `"profile"`. If both are None, the summary of
+        filename: Part of the names of the files. Default: None, which is `"profile"`. If both are None, the summary of
             rank 0 is printed. Otherwise it is written to `{stage}-{filename}.txt`; with several processes each rank
             writes `{stage}-{filename}-{rank}.txt`. Without a Trainer the names have no stage.
 
