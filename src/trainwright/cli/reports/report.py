@@ -24,6 +24,7 @@ _HERE = Path(__file__).parent
 _DROPPED_BITS = 9  # of the 23 bits of a float32's fraction: about 4 digits are kept
 _PREFIXES = ("train", "val", "valid", "test")
 _MAX_NOT_FINITE = 20  # steps with NaN or infinity that are listed for each curve
+# Keys of a stage's first line that are in the table "Plan".
 _PLAN = (
     "task",
     "parameters",
