@@ -22,7 +22,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class AveragedWeights:
-    """Average of a task's parameters, and optionally of its floating-point buffers, over the updates so far.
+    """Running average of a task's parameters and, optionally, of its floating-point buffers.
 
     The first update copies the weights. Before it there is no average. Updates are counted on the host. An update waits
     for the device only if the average is on another device than the weights.
@@ -34,8 +34,8 @@ class AveragedWeights:
         use_buffers: average floating-point buffers of the state dict too. Integer buffers (counters) are never
             averaged. Default: True.
         avg_fn: `(average, current, num_averaged) -> new average` of one tensor. Default: None.
-        multi_avg_fn: updates lists of tensors of one device and dtype in place, instead of `avg_fn`. Without both
-            functions, all updates have equal weight. Default: None.
+        multi_avg_fn: updates lists of tensors of one device and dtype in place. It is not called if `avg_fn` is passed
+            too. Without both functions, all updates have equal weight. Default: None.
 
     Attributes:
         num_averaged: number of updates.
@@ -57,17 +57,18 @@ class AveragedWeights:
         self._trainer = trainer
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
-        self._indices: dict[str, int] = {}  # name → index in `_owners` and `_stored`; tied weights share an index
+        # Name → index in `_owners` and `_other_weights`. Tied weights share an index.
+        self._indices: dict[str, int] = {}
         self._owners: list[tuple[torch.nn.Module, str]] = []  # module and attribute of each averaged tensor
         self._find_weights(task, use_buffers)
-        # This rank's shards of the average, or of the training weights while swapped. Values of the first update
-        # replace these copies.
+        # The weights that the task does not hold: the average, or the training weights while `swapped`. Values of the
+        # first update replace these copies.
         with torch.no_grad():
-            self._stored = [value.detach().to(device, copy=True) for value in self._local_weights]
-        self._is_gathered = False  # True after `make_whole`: `_stored` has full tensors
+            self._other_weights = [value.detach().to(device, copy=True) for value in self._local_weights]
+        self._is_whole = False  # `_other_weights` holds this rank's shards or, after `make_whole`, full tensors
         # Indices of tensors that one call of `multi_avg_fn` can update together.
         self._groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index, value in enumerate(self._stored):
+        for index, value in enumerate(self._other_weights):
             self._groups.setdefault((value.device, value.dtype), []).append(index)
 
     def _find_weights(self, task: TaskModule, use_buffers: bool) -> None:
@@ -99,15 +100,15 @@ class AveragedWeights:
 
     @property
     def in_shards(self) -> bool:
-        """True if the average is sharded over several ranks."""
-        return not self._is_gathered and any(map(is_sharded, self._weights))
+        """True if this object holds shards: the task's weights are sharded, and `make_whole` was not called."""
+        return not self._is_whole and any(map(is_sharded, self._weights))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the task's current weights to the average."""
+        """Add the task's current weights to the average. Call it only while not swapped."""
         weights = self._local_weights
         for (device, _), indices in self._groups.items():
-            averages = [self._stored[index] for index in indices]
+            averages = [self._other_weights[index] for index in indices]
             current = [weights[index].detach().to(device) for index in indices]
             if self.num_averaged == 0:
                 for average, value in zip(averages, current, strict=True):
@@ -128,16 +129,17 @@ class AveragedWeights:
         """
         if self.num_averaged == 0:
             return
-        for weight, stored in zip(self._local_weights, self._stored, strict=True):
+        for weight, stored in zip(self._local_weights, self._other_weights, strict=True):
             previous = stored.clone()
             stored.copy_(weight)
             weight.copy_(previous)
         self.swapped = not self.swapped
 
     def put_average_into(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `state`, a state dict of the task, with averaged values. These are references, not copies.
+        """Return `state`, a state dict of the task, with averaged values.
 
-        Collective if the task's weights are sharded and `state` contains full weights.
+        The values are references, not copies. If the task's weights are sharded and `state` contains full weights, the
+        call is collective, and the values are full copies on the host, on the main rank only.
         """
         if self.num_averaged == 0:
             return dict(state)
@@ -160,15 +162,15 @@ class AveragedWeights:
         """
         if self.num_averaged == 0:
             return {}
-        return self._named(self._stored if self.swapped else self._local_weights)
+        return self._named(self._other_weights if self.swapped else self._local_weights)
 
     @property
     def _average(self) -> list[torch.Tensor]:
-        return self._local_weights if self.swapped else self._stored
+        return self._local_weights if self.swapped else self._other_weights
 
     @torch.no_grad()
     def restore(self, num_averaged: int, *, average: Tensors | None = None, current: Tensors | None = None) -> None:
-        """Restore a saved state.
+        """Restore a saved state. Call it only while not swapped.
 
         Args:
             num_averaged: number of updates.
@@ -178,12 +180,12 @@ class AveragedWeights:
         Raises:
             CheckpointError: a name or shape differs from the task's.
         """
+        assert not self.swapped  # or the average would be loaded into the training weights
         if average is not None:
-            self._load(average, self._stored)
+            self._load(average, self._other_weights)
         if current is not None:
             self._load(current, self._local_weights)
         self.num_averaged = num_averaged
-        self.swapped = False
 
     def _load(self, values: Tensors, targets: list[torch.Tensor]) -> None:
         """Copy full values into this rank's shards."""
@@ -209,10 +211,13 @@ class AveragedWeights:
 
     @torch.no_grad()
     def make_whole(self) -> None:
-        """Gather the shards of the average. Call it before the task's weights are unsharded. Collective."""
+        """Gather the shards that this object holds: those of the average or, while swapped, of the training weights.
+
+        Call it before the task's weights are unsharded. Collective.
+        """
         if self.in_shards:
-            self._stored = self._gather(self._stored)
-            self._is_gathered = True
+            self._other_weights = self._gather(self._other_weights)
+            self._is_whole = True
 
     def _as_sharded(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's values, as sharded tensors if the task's weights are sharded. Nothing is copied."""

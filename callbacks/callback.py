@@ -10,7 +10,8 @@ The order of events in a run (an indented event occurs for each event above it):
         on_train_epoch_start                                   not when the epoch is resumed in its middle
             on_train_step_start                                one optimizer step: a group of micro-batches
                 on_train_batch_start                           one micro-batch
-                on_before_zero_grad, on_before_backward, on_after_backward
+                on_before_zero_grad                            per optimizer, in the first micro-batch of the step
+                on_before_backward, on_after_backward          one micro-batch
                 on_before_optimizer_step                       per optimizer; then clipping and the step itself
                 on_train_batch_end
             on_train_step_end                                  `trainer.state` already counts the step
@@ -109,9 +110,9 @@ class Callback:
             )
         return task
 
-    # Once per run
+    # Stages, training and evaluations
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        """Run when a stage is set up, before its `on_*_start`."""
+        """Run when a stage is set up, before its `on_*_start`. A rollback sets the stage up again."""
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         """Run at the end of a stage, also after an exception."""
@@ -188,20 +189,23 @@ class Callback:
         """Run after an optimizer step. `result` is on the device, so reading it waits for the device."""
 
     def on_before_zero_grad(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
-        """Run before gradients are cleared."""
-
-    def on_before_backward(self, trainer: Run, task: TaskModule, loss: torch.Tensor) -> None:
-        """Run before backward of a micro-batch. `loss` is multiplied by the micro-batch's weight in the step."""
-
-    def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
-        """Run after backward of a micro-batch."""
+        """Run before an optimizer's gradients are cleared: after the first `training_step` of each optimizer step."""
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
         """Run before each optimizer's step, with accumulated, unscaled gradients that are not clipped yet."""
 
     # Once per batch
-    def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
-        """Run before a training micro-batch, on the device."""
+    def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> int | None:
+        """Run before a training micro-batch, which is on the device. Return -1 to skip the rest of the epoch."""
+
+    def on_before_backward(self, trainer: Run, task: TaskModule, loss: torch.Tensor) -> None:
+        """Run before backward of a micro-batch.
+
+        `loss` is multiplied by the micro-batch's weight in the step and, with float16, by the loss scale.
+        """
+
+    def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
+        """Run after backward of a micro-batch."""
 
     def on_train_batch_end(
         self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int
@@ -242,7 +246,8 @@ class Callback:
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Add entries to `checkpoint` before it is written. Called on every rank.
 
-        `checkpoint["state_dict"]` and `["hyper_parameters"]` may be changed. Other entries of Lightning are read-only.
+        `checkpoint["state_dict"]` and `["hyper_parameters"]` may be changed. Other entries that Lightning also has are
+        read-only.
         """
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:

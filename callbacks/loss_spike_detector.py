@@ -41,15 +41,18 @@ class LossSpikeDetector(Callback):
         loss > median + threshold × max(1.4826 × MAD, 0.01 × |median|)
 
     or when it is NaN or infinite. Median and MAD (median absolute deviation) are those of the previous `window` finite
-    losses, so that single outliers have little effect. Detection starts after half a window of losses.
+    losses, so that single outliers have little effect. NaN and infinity are detected from the first loss. Detection of
+    large losses starts after half a window of losses.
 
     The loss is that of the full step, over micro-batches and ranks. Losses stay on the device. After every
-    `log_every_n_steps` steps all new losses are read at once, and spikes are detected. Rank 0 decides.
+    `log_every_n_steps` steps, and at the end of an epoch, all new losses are read at once, and spikes are detected.
+    Rank 0 decides.
 
     Args:
         window: number of losses for median and MAD; at least 4. Default: 100.
         threshold: how many (robust) standard deviations above the median are a spike. Default: 8.0.
-        patience: act after this many consecutive spikes, so that a single bad batch can be tolerated. Default: 1.
+        patience: act after this many consecutive spikes, so that a single bad batch can be tolerated. More spikes in
+            the same row cause no other action. Default: 1.
         action: `"warn"`, `"stop"` or `"rollback"`. `"stop"` requests the end of training. `"rollback"` returns to the
             newest checkpoint from before these spikes and skips all data consumed since then (see
             `Run.request_rollback` and `trainer.skipped_batches`). Configure ModelCheckpoint to keep several checkpoints
@@ -133,7 +136,7 @@ class LossSpikeDetector(Callback):
             )
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        if result.loss is None:  # a skipped group, or a task with manual optimization
+        if result.loss is None:  # a skipped group
             return
         step = trainer.state.step
         self._unread.append((step, result.loss))

@@ -69,12 +69,13 @@ class Logger(ABC):
     on the main rank and outside of steps. A finished logger may be started again and continues its log. `LoggerGroup`
     handles errors. A logger that is used without a Trainer starts itself at the first call, on the main rank.
 
-    A sub-class defines the two abstract methods. If necessary, it also overrides `start` (which must call
+    A sub-class defines the two abstract methods. If necessary, it also overrides `start` (which should call
     `super().start(run)`), `flush` and `finish`. A logger written for Lightning, with `save` and `finalize`, can be used
     unchanged. A logger must be picklable before `start`, because the Trainer sends it to other processes.
 
     Attributes:
-        muted: True on all ranks except the main rank. A muted logger starts and writes nothing.
+        muted: set by the Trainer and by `Accelerator.init_trackers`: True on all ranks except the main rank. A muted
+            logger starts and writes nothing.
         wants_graph: True if `log_graph` is to be called when a fit begins.
     """
 
@@ -336,6 +337,8 @@ def _cannot_log(logger: Logger, what: str) -> None:
 
 
 def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a sub-class's `start`. The wrapper sets `_run`, also if `start` does not call `super().start`."""
+
     @functools.wraps(start)
     def call(self: Logger, run: RunInfo) -> None:
         start(self, run)
@@ -346,6 +349,11 @@ def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
+    """Wrap a `log_*` method of a sub-class. The wrapper does nothing on other ranks than the main rank.
+
+    With `starts`, it starts the logger if needed. It gives `log_metrics` a step if the caller passes none.
+    """
+
     @functools.wraps(method)
     def call(self: Logger, *args: Any, **options: Any) -> Any:
         if self.muted or (starts and self._run is None and not self._begin()):
@@ -354,8 +362,9 @@ def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., 
             options |= zip(("metrics", "step"), args, strict=False)
             step = options.get("step")
             self._step_of_call = self._step_of_call + 1 if step is None else step
+            options["step"] = self._step_of_call
             # By name, because a logger written for Lightning may declare the step first.
-            return method(self, **{**options, "step": self._step_of_call})
+            return method(self, **options)
         return method(self, *args, **options)
 
     return call

@@ -23,7 +23,7 @@ from trainwright.checkpoint.format.shard_files import SavedTensor
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
 
-Run = tuple[int, int]
+IndexRange = tuple[int, int]
 """Consecutive indices of a shard along one dimension of the full tensor: the first index and the number."""
 
 
@@ -46,7 +46,7 @@ def gather_full(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> to
         return tensor
     moved = tensor.detach().to(device)
     assert isinstance(moved, DTensor)  # for the type checker
-    full = _joined(moved) if _is_sharded_twice(moved) else moved.full_tensor()
+    full = _joined(moved) if _is_split_in_reverse(moved) else moved.full_tensor()
     return full.cpu() if keep else torch.empty_like(full, device="meta")
 
 
@@ -65,8 +65,8 @@ def shard_like(full: torch.Tensor, like: DTensor) -> DTensor:
         shard = _read(full, like)
     else:
         shard = full
-        for dim, runs in enumerate(_runs(like)):
-            parts = [shard.narrow(dim, start, length) for start, length in runs]
+        for dim, ranges in enumerate(_index_ranges(like)):
+            parts = [shard.narrow(dim, start, length) for start, length in ranges]
             shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)  # one part is a view, without a copy
     return DTensor.from_local(
         shard.to(like.to_local().device),
@@ -97,11 +97,11 @@ def boxes_of(tensor: DTensor, rank: Sequence[int] | None = None) -> list[tuple[B
         tensor: The DTensor.
         rank: Coordinates of the rank in the tensor's mesh. Default: None, this rank.
     """
-    by_dim: list[list[tuple[Run, slice]]] = []  # for each dimension, each run and its position in the shard
-    for runs in _runs(tensor, rank):
+    by_dim: list[list[tuple[IndexRange, slice]]] = []  # for each dimension, each range and its position in the shard
+    for ranges in _index_ranges(tensor, rank):
         position = 0
         placed = []
-        for start, length in runs:
+        for start, length in ranges:
             placed.append(((start, length), slice(position, position + length)))
             position += length
         by_dim.append(placed)
@@ -135,7 +135,7 @@ def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
             return tensor
         if id(tensor) not in known:
             blocks: list[tuple[Box, torch.Tensor]] = []
-            if turns.is_ours(tensor):
+            if turns.take_turn(tensor):
                 local = tensor.to_local().detach()
                 blocks = [(box, local[place]) for box, place in boxes_of(tensor)]
             known[id(tensor)] = TensorShards(tuple(tensor.shape), tensor.dtype, tuple(blocks))
@@ -151,7 +151,8 @@ class _Turns:
         self._mesh = mesh
         self._bytes: dict[tuple[str, ...], list[int]] = {}  # mesh axes → bytes of each rank along them
 
-    def is_ours(self, tensor: DTensor) -> bool:
+    def take_turn(self, tensor: DTensor) -> bool:
+        """Choose the rank that saves a tensor, and count its bytes. Return whether this rank was chosen."""
         if any(isinstance(placement, Partial) for placement in tensor.placements):
             raise CheckpointError(
                 f"a tensor of shape {tuple(tensor.shape)} has partial sums. Call redistribute() first."
@@ -193,6 +194,7 @@ def counts_here(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
 
 def _copied_over(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the mesh axes along which a tensor is replicated, except the pipeline axis."""
+    # The stages of a pipeline hold different tensors, so that no tensor is replicated along their axis.
     axes = {"pp", *sharded_axes(tensor)}
     return tuple(name for name in mesh.mesh_dim_names or () if name not in axes)
 
@@ -201,24 +203,24 @@ def _is_sharded(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
     return isinstance(placement, (Shard, _StridedShard))
 
 
-def _is_sharded_twice(tensor: DTensor) -> bool:
+def _is_split_in_reverse(tensor: DTensor) -> bool:
     """Return whether a dimension was sharded along a later mesh axis before an earlier one."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements[:-1])
 
 
-def _runs(tensor: DTensor, rank: Sequence[int] | None = None) -> list[list[Run]]:
+def _index_ranges(tensor: DTensor, rank: Sequence[int] | None = None) -> list[list[IndexRange]]:
     """Return, for each dimension, which indices of the full tensor a rank's shard holds, in the order of the shard."""
     mesh = tensor.device_mesh
     coordinates = rank or [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
-    runs = [[(0, size)] for size in tensor.shape]
+    ranges = [[(0, size)] for size in tensor.shape]
     axes = list(enumerate(tensor.placements))
-    if _is_sharded_twice(tensor):
+    if _is_split_in_reverse(tensor):
         axes.reverse()  # in the order in which the dimension was split
     for axis, placement in axes:
         if _is_sharded(placement):
             dim = placement.dim
-            runs[dim] = _split(runs[dim], _blocks(tensor, axis), mesh.size(axis), coordinates[axis])
-    return runs
+            ranges[dim] = _split(ranges[dim], _blocks(tensor, axis), mesh.size(axis), coordinates[axis])
+    return ranges
 
 
 def _blocks(tensor: DTensor, axis: int) -> int:
@@ -231,28 +233,28 @@ def _blocks(tensor: DTensor, axis: int) -> int:
     return 1
 
 
-def _split(runs: list[Run], blocks: int, ranks: int, rank: int) -> list[Run]:
+def _split(ranges: list[IndexRange], blocks: int, ranks: int, rank: int) -> list[IndexRange]:
     """Divide indices into blocks, shard each block over `ranks` ranks, and return the indices of one rank."""
     if blocks == 1:
-        return _chunk(runs, ranks, rank)
-    split: list[Run] = []
+        return _chunk(ranges, ranks, rank)
+    split: list[IndexRange] = []
     for block in range(blocks):
-        split += _chunk(_chunk(runs, blocks, block), ranks, rank)
+        split += _chunk(_chunk(ranges, blocks, block), ranks, rank)
     return split
 
 
-def _chunk(runs: list[Run], num: int, which: int) -> list[Run]:
+def _chunk(ranges: list[IndexRange], num: int, which: int) -> list[IndexRange]:
     """Return one of `num` chunks of `torch.chunk`. The last chunks may be empty.
 
-    The second of 2 chunks of the runs (0, 2) and (6, 4), which are the indices 0, 1, 6, 7, 8, 9, is (7, 3).
+    The second of 2 chunks of the ranges (0, 2) and (6, 4), which are the indices 0, 1, 6, 7, 8, 9, is (7, 3).
     """
-    size = sum(length for _, length in runs)
+    size = sum(length for _, length in ranges)
     chunk_size = -(-size // num)  # rounded up
     begin = min(size, which * chunk_size)
     end = min(size, begin + chunk_size)
     chunk = []
     position = 0  # of the run in the sequence of all indices
-    for start, length in runs:
+    for start, length in ranges:
         low = max(begin, position)
         high = min(end, position + length)
         if low < high:
@@ -262,7 +264,7 @@ def _chunk(runs: list[Run], num: int, which: int) -> list[Run]:
 
 
 def _joined(tensor: DTensor) -> torch.Tensor:
-    """Gather a tensor that was sharded twice. torch 2.13 gathers uneven shards and blocks wrongly. Collective."""
+    """Gather a tensor that `_is_split_in_reverse`. torch 2.13 gathers uneven shards and blocks wrongly. Collective."""
     mesh = tensor.device_mesh
     local = tensor.to_local()
     # Of the ranks that hold the same shard, the first one along each axis stands for all.
@@ -275,6 +277,7 @@ def _joined(tensor: DTensor) -> torch.Tensor:
     # All ranks send as many elements as the largest shard has, because a gather needs tensors of one size.
     gathered = local.new_zeros(max(map(math.prod, shapes.values())))
     gathered[: local.numel()] = local.flatten()
+    # The last axis first: each turn adds a dimension in front, and the first axis becomes the first dimension.
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if _is_sharded(placement):
             parts = [torch.empty_like(gathered) for _ in range(mesh.size(axis))]

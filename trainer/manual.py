@@ -19,7 +19,9 @@ from trainwright.trainer.optimization import ManualOptimizer
 
 
 class ManualOptimization:
-    """What a task with `automatic_optimization = False` calls in its training step.
+    """Methods that a task with `automatic_optimization = False` calls in its training step.
+
+    `task_optimizers` and `clip_gradients` also serve tasks with automatic optimization.
 
     Args:
         arguments: provides the Trainer's clipping.
@@ -45,7 +47,8 @@ class ManualOptimization:
         return step
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for a task with manual optimization. Collective with several processes.
+        """Run backward for a task with manual optimization. Collective with several processes, except in
+        `no_sync`.
 
         Args:
             loss: the loss.

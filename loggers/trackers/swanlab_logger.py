@@ -16,8 +16,8 @@ _STATES: dict[Status, str] = {"success": "success", "failed": "crashed", "interr
 class SwanLabLogger(QueuedLogger):
     """Logger for SwanLab, online or offline.
 
-    Offline, SwanLab writes a folder for `swanlab sync`. A resumed run has the same id. Offline, it writes another
-    folder. SwanLab supports one open run per process.
+    Offline, SwanLab writes a folder for `swanlab sync`. A resumed run has the same id. Offline, a resumed run writes
+    another folder. SwanLab supports one open run per process.
 
     Args:
         project: the project. Default: `"trainwright_logs"`.
@@ -73,5 +73,6 @@ class SwanLabLogger(QueuedLogger):
         self._experiment.log_text(key=key, data=text, step=step)
 
     def _close(self, status: Status) -> None:
-        error = "failed" if status == "failed" else None  # SwanLab requires a text for the state "crashed"
+        # SwanLab requires an error text for the state "crashed". A logger receives only the status of the run.
+        error = "failed" if status == "failed" else None
         self._experiment.finish(_STATES[status], error=error)

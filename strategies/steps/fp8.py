@@ -45,8 +45,8 @@ class Fp8(Precision):
 
     Raises:
         ConfigurationError: The recipe is unknown or cannot be combined with `fp8_all_gather`, or `min_features` is
-            negative. At the conversion: no layer can be converted, a name in `skip` does not exist, or the device does
-            not support the recipe.
+            negative. At the conversion: no layer can be converted, a name in `skip` does not exist, the device does not
+            support the recipe, or torchao is not installed.
     """
 
     name: str = field(default="fp8", init=False)
@@ -96,12 +96,12 @@ class Fp8(Precision):
                 raise ConfigurationError(
                     f"Fp8(skip={self.skip!r}): {class_names} has no module {skipped!r}.{nearest(skipped, module_names)}"
                 )
-        num_converted = 0
+        converted: set[nn.Linear] = set()  # models may share layers
         in_bf16: list[str] = []  # remaining layers, each with the reason
         for model in models:
             for name, layer in linear_layers(model):
                 if is_converted(layer):  # by the user, or because models share the layer
-                    num_converted += 1
+                    converted.add(layer)
                     continue
                 reason = self._reason_against(model, name, layer)
                 if reason:
@@ -109,14 +109,14 @@ class Fp8(Precision):
                     in_bf16.append(f"{name or type(layer).__name__} ({sizes}: {reason})")
                     continue
                 undo.callback(convert_layer(layer, config))
-                num_converted += 1
-        if num_converted == 0:
+                converted.add(layer)
+        if not converted:
             reasons = _listed(in_bf16) if in_bf16 else "It has no linear layers"
             raise ConfigurationError(
                 f"precision='fp8', but no linear layer of {class_names} can be converted. {reasons}. Use "
                 "precision='bf16-mixed', or larger layers."
             )
-        rank_zero_info(f"fp8: {num_converted} linear layers compute in float8. Left in bf16: {_listed(in_bf16)}.")
+        rank_zero_info(f"fp8: {len(converted)} linear layers compute in float8. Left in bf16: {_listed(in_bf16)}.")
 
     def _config(self, device: torch.device) -> Any:
         """Return torchao's configuration for a device. On a device without float8 hardware, float8 is emulated."""
@@ -132,8 +132,12 @@ class Fp8(Precision):
             raise ConfigurationError(
                 "the recipe 'rowwise_with_gw_hp' needs a CUDA device. Use 'rowwise', or precision='bf16-mixed'."
             )
+        name = device.type
+        if name == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            name = f"cuda with compute capability {major}.{minor}"
         rank_zero_warn(
-            f"{device.type} has no float8 matrix products and emulates them, which is slower than bf16. Use "
+            f"{name} has no float8 matrix products and emulates them, which is slower than bf16. Use "
             "precision='bf16-mixed' unless you test a model for other devices.",
             category=TrainwrightWarning,
         )

@@ -30,7 +30,9 @@ from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
-_WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
+# Training steps, and evaluation steps, whose compilations are expected: the first training step creates the optimizer's
+# state.
+_WARM_UP = 2
 _MOST_WARNINGS = 5
 _MOST_REPEATED = 5  # compilations for known shapes without a warning: the first step of an epoch logs other values
 _SPMD = ("ddp", "fsdp")
@@ -50,9 +52,9 @@ class XLAStrategy(DataParallel):
 
     Args:
         spmd: `"ddp"`: one process uses all devices of this machine, and batches are divided over the devices along the
-            first dimension. `"fsdp"`: parameters, gradients and optimizer states are divided, too. Losses and metrics
-            are those of the full batch. Later runs of the process cannot use None. Default: None, which uses one device
-            per process.
+            first dimension. Tensors whose first dimension the number of devices does not divide stay whole. `"fsdp"`:
+            parameters, gradients and optimizer states are divided, too. Losses and metrics are those of the full batch.
+            Later runs of the process cannot use None. Default: None, which uses one device per process.
         downcast_bf16: Store float32 and float64 tensors as bfloat16 on the device. This affects all later runs of the
             process. Default: False.
         timeout, hang_timeout: See `DataParallel`.
@@ -121,8 +123,9 @@ class XLAEngine(ParallelEngine):
         self._synced: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps start the computation on the device
         # Shapes of the batches of the current step. For example, two micro-batches: [{"x": (8, 3)}, {"x": (8, 3)}].
         self._shapes: list[dict[str, tuple[int, ...]]] = []
-        # The different shapes of training steps (True) and of evaluation steps (False) so far.
-        self._seen: dict[bool, list[Any]] = {True: [], False: []}
+        # The different shapes of steps so far.
+        self._shapes_of_training: list[Any] = []
+        self._shapes_of_evaluation: list[Any] = []
         self._num_repeated = 0  # compilations for known shapes
         self._num_warnings = 0
 
@@ -167,10 +170,13 @@ class XLAEngine(ParallelEngine):
                 self.library.shard(parameter, dim)
 
     def make_step(self, parts: StepParts) -> Step:
-        return super().make_step(replace(parts, placed=self._placed, finish=self._finish))
+        return super().make_step(replace(parts, placed=self._divide_batch, finish=self._finish))
 
-    def _placed(self, batch: object) -> Any:
-        """Record the shapes of a batch, and divide the batch over the devices of this machine."""
+    def _divide_batch(self, batch: object) -> Any:
+        """Record the shapes of a batch, and divide its tensors over the devices of this machine.
+
+        Tensors whose first dimension the number of devices does not divide stay whole.
+        """
         self._shapes.append({name: tuple(x.shape) for name, x in named_leaves(batch) if isinstance(x, torch.Tensor)})
         if self.strategy.spmd is not None:
             for tensor in iterate_tensors(batch):
@@ -182,7 +188,7 @@ class XLAEngine(ParallelEngine):
         """Run the recorded operations of a step. Warn if this compiles a new program after the first steps."""
         shapes = self._shapes
         self._shapes = []
-        seen = self._seen[trains]
+        seen = self._shapes_of_training if trains else self._shapes_of_evaluation
         num_earlier = self.library.num_compilations()
         self.library.sync()
         compiled = len(seen) >= _WARM_UP and self.library.num_compilations() > num_earlier
@@ -216,7 +222,7 @@ class XLAEngine(ParallelEngine):
         """Move a batch of a user-written loop to the device."""
         if not any(model.training for model in self._models):  # evaluation steps do not end with an optimizer step
             self.library.sync()
-        moved = self._placed(move(batch, self.device))
+        moved = self._divide_batch(move(batch, self.device))
         self._shapes.clear()  # only `_finish` reads the shapes, which a user-written loop does not call
         return moved
 
@@ -249,8 +255,9 @@ class AveragedGradients(Gradients):
         """Average all gradients that exist on any process. Collective. Does not wait for the device."""
         has_gradient = [int(parameter.grad is not None) for parameter in self.parameters]
         by_rank = self._processes.gather_integers(has_gradient)
+        by_parameter = zip(*by_rank, strict=True)  # the flags of all ranks for each parameter
         gradients = []
-        for parameter, *flags in zip(self.parameters, *by_rank, strict=True):
+        for parameter, flags in zip(self.parameters, by_parameter, strict=True):
             if not any(flags):
                 continue
             if parameter.grad is None:

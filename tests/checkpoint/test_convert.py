@@ -115,6 +115,18 @@ def test_names_that_do_not_fit_are_an_error(names: list[str], complaint: str, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_names_of_fsdp_that_are_not_those_of_weights_are_an_error(tmp_path: Path) -> None:
+    model = Net()
+    names = [name.replace("head", "nose") for name, _ in model.named_parameters()]
+    state = {"state": {}, "param_groups": [{**_adamw(model).state_dict()["param_groups"][0], "params": names}]}
+    content = lightning_dict(model, [])
+    content["optimizer_states"] = [state]
+    torch.save(content, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match=r"no weights of the optimizer's parameters nose\.weight"):
+        convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def _accelerate(tmp_path: Path, **more: Any) -> tuple[Path, Net, torch.optim.Optimizer]:
     model = Net()
     optimizer = _adamw(model)

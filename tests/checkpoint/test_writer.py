@@ -8,7 +8,7 @@ import torch
 
 from tests.checkpoint.snapshots import same, small_snapshot, write_small
 from trainwright.checkpoint import clean_stale, newest_valid, read_checkpoint, set_fault_hook, verify, write_checkpoint
-from trainwright.checkpoint.disk.durable import hidden, replace_file
+from trainwright.checkpoint.disk.durable import hidden, make_folder, replace_file
 from trainwright.core.errors import CheckpointError
 
 
@@ -124,3 +124,12 @@ def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Pat
     assert verify(path) == []
     with pytest.raises(FileNotFoundError, match=r"Checkpoints in .*: last\."):
         read_checkpoint(tmp_path / "first")
+
+
+def test_a_file_in_the_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError):
+        make_folder(tmp_path / "file")
+    make_folder(tmp_path / "new" / "folder")
+    make_folder(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()

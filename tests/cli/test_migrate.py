@@ -15,6 +15,7 @@ import pytest
 from tests.cli.migrate_programs import PROGRAMS
 from trainwright.cli.main import main
 from trainwright.cli.migration.rewrite_imports import rewrite
+from trainwright.cli.migration.rewrite_launch import rewrite_launch
 
 
 def rewritten(text: str) -> str:
@@ -373,3 +374,9 @@ def test_a_failing_disk_is_an_error_and_leaves_the_file_unchanged(
     assert "No space left" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.py"]
     assert path.read_text() == "import lightning as L\n"
+
+
+def test_comments_with_words_of_a_list_stay() -> None:
+    text = '# cmd ["accelerate", "launch"]\ncommand: ["accelerate", "launch"]\n'
+    code = rewrite_launch(text.encode()).code.decode()
+    assert code == '# cmd ["accelerate", "launch"]\ncommand: ["trainwright", "launch"]\n'

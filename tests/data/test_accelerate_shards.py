@@ -179,6 +179,8 @@ def test_what_cannot_be_skipped_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="num_batches=-1: expected a whole number"):
         skip_first_batches(DataLoader(torch.arange(4)), -1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="num_batches=True: expected a whole number"):
+        skip_first_batches(DataLoader(torch.arange(4)), True)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="needs a DataLoader, not a list"):
         skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Own has its own __iter__"):

@@ -55,3 +55,5 @@ def test_wrong_shapes_are_value_errors() -> None:
         pad_to(torch.ones(4), 3)
     with pytest.raises(ValueError, match="rank 1 gathered 2 rows, fewer than its count 3"):
         trim([torch.ones(2), torch.ones(2)], [2, 3])
+    with pytest.raises(ValueError, match="the count of rank 1 is negative: -1"):
+        trim([torch.ones(2), torch.ones(2)], [2, -1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,20 @@ def test_a_replica_for_each_machine_becomes_an_axis() -> None:
         "parallelism_config_dp_replicate_size": 2,
         "parallelism_config_dp_shard_size": 4,
     }
+
+
+def test_a_hybrid_strategy_whose_replicas_are_lost_is_named() -> None:
+    before = LaunchConfig(
+        use_fsdp=True,
+        num_machines=2,
+        num_processes=8,
+        fsdp_sharding_strategy="HYBRID_SHARD",
+        use_parallelism_config=True,
+        fsdp_use_orig_params=True,
+    )
+    _, removed = to_fsdp2(before, "a.yaml")
+    assert removed == [
+        "fsdp_sharding_strategy=HYBRID_SHARD, which is parallelism_config_dp_replicate_size=2 in FSDP2",
+        "fsdp_use_orig_params",
+    ]
+    assert to_fsdp2(replace(before, parallelism_config_dp_replicate_size=2), "a.yaml")[1] == ["fsdp_use_orig_params"]

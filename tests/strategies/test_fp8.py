@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import Accelerator
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.launch.reading import read_command
 from trainwright.strategies import Fp8, FSDPStrategy
@@ -333,6 +333,20 @@ _REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_it_cannot_do_is_refused(message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         _REFUSED[message]()
+
+
+def test_a_gpu_without_float8_is_named_with_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.warns(TrainwrightWarning, match=r"cuda with compute capability 8\.0 has no float8 matrix products"):
+        assert Fp8()._config(torch.device("cuda")).emulate
+
+
+def test_a_layer_of_two_models_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = _Layers(), _Layers()
+    second.third = first.third
+    with caplog.at_level(logging.INFO, "trainwright"), contextlib.ExitStack() as undo:
+        Fp8().convert([first, second], torch.device("cpu"), undo)
+    assert "fp8: 3 linear layers" in caplog.text
 
 
 def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:

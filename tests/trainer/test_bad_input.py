@@ -58,7 +58,7 @@ from trainwright.trainer.trainer import Trainer
         ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norms"}, r"'norms' is unknown. Did you mean 'norm'"),
         *(({"on_nonfinite": policy}, "'raise', 'skip' or 'rollback'") for policy in ("skp", True)),
         *(({"max_skipped": wrong}, "max_skipped") for wrong in (0, 1.5)),
-        *(({"on_interrupt": w}, r"on_interrupt=.* Write 'return' or 'raise'") for w in ("stop", True)),
+        *(({"on_interrupt": w}, r"on_interrupt=.* Write 'return' or 'raise', or None") for w in ("stop", True)),
         ({"on_save_error": "ignore"}, "on_save_error='ignore' is unknown"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -279,3 +279,8 @@ def test_the_number_of_steps_is_infinite_for_data_without_a_length() -> None:
     quiet_trainer(max_epochs=1, max_samples=4).fit(Task(), loader)
     quiet_trainer(max_epochs=1, max_steps=2).fit(Task(), loader)
     assert seen == [math.inf, 2]
+
+
+@pytest.mark.parametrize("plugins", [None, [], ()])
+def test_no_plugins_are_accepted(plugins: Any) -> None:
+    quiet_trainer(plugins=plugins)

@@ -32,14 +32,14 @@ _NUMBERS_OF_BATCHES = (
 # Argument → its values, and the end of the error for another value.
 _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "on_save_error": (("raise", "warn"), "Write 'raise' or 'warn'."),
-    "on_interrupt": ((None, "return", "raise"), "Write 'return' or 'raise'."),
+    "on_interrupt": ((None, "return", "raise"), "Write 'return' or 'raise', or None for the default."),
     "on_nonfinite": (
         (None, "raise", "skip", "rollback"),
         "Write 'raise', 'skip' or 'rollback', or None to disable the check.",
     ),
     "uneven_batches": (("pad", "stop", "error"), "Known: 'pad', 'stop', 'error'."),
 }
-# Arguments that may not be set, to a value that is true, with `barebones=True`.
+# Arguments that may not have a true value with `barebones=True`.
 _CONTRADICT_BAREBONES = (
     "enable_checkpointing",
     "logger",
@@ -72,7 +72,7 @@ _NOT_SERVED = {
     "model_registry": "a model registry is not supported. Remove the argument and upload checkpoints with "
     "ModelCheckpoint(dirpath='s3://…').",
 }
-# Arguments of `fit` and `test` in earlier versions of Lightning, and their names now.
+# Former name of an argument of Lightning's `fit` and `test` → its name in current versions.
 _OLD_NAMES = {
     "train_dataloader": "train_dataloaders",
     "train_loader": "train_dataloaders",
@@ -106,8 +106,9 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
     for name, instead in _NOT_SERVED.items():
         value = getattr(arguments, name)
         if name == "plugins" and value:
-            value = _without_needless(value)
-        if value is not None and value != []:
+            value = _effective_plugins(value)
+        is_default = value is None or value == [] or value == ()
+        if not is_default:
             raise ConfigurationError(f"{name}={value!r}: {instead}")
     if arguments.barebones:
         _check_barebones(arguments)
@@ -149,7 +150,7 @@ def _check_barebones(arguments: TrainerArguments) -> None:
         raise ConfigurationError("barebones=True and fast_dev_run contradict each other. Remove one of them.")
 
 
-def _without_needless(plugins: Any) -> Any:
+def _effective_plugins(plugins: Any) -> Any:
     """Return the plugins without those of libraries that change nothing here.
 
     These are plugins that only load checkpoint files of Lightning, with a warning, and cluster environments that agree
@@ -193,6 +194,8 @@ def _check_environment(plugin: Any) -> None:
 
 def refuse_unknown(name: str, _: object, known: Iterable[str]) -> None:
     """Raise an error for an unknown argument of the Trainer. The message names the most similar argument.
+
+    The second argument, the value of the unknown one, is not used.
 
     Raises:
         ArgumentTypeError: always.

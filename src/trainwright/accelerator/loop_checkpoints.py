@@ -217,7 +217,7 @@ class LoopCheckpoints:
             in_shards=in_shards,
             extra=hook_folder,
         )
-        target = SaveTarget(path, metrics={}, then=partial(self.folders.published, place))
+        target = SaveTarget(path, metrics={}, then=partial(self.folders.upload_and_prune, place))
         try:
             self._states.save(snapshot, [target], before=self.wait, alone=alone)
         except BaseException:
@@ -371,7 +371,7 @@ class LoopCheckpoints:
         scale = snapshot.trainer.get("strategy", {}).get("scaler")
         if objects.scale is not None and scale is not None:
             objects.scale.load_state_dict(scale)
-        self.folders.continues(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
+        self.folders.adopt_run(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
         if entry is None:
             for optimizer_of_loop in objects.optimizers:
                 optimizer_of_loop.num_steps = int(snapshot.state.get("step", 0))

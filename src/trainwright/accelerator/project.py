@@ -73,7 +73,10 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the folder of the project. The trackers use this folder, too, unless `logging_dir` is set."""
+        """Set the folder of the project. The trackers use this folder, too, unless `logging_dir` is set.
+
+        A folder of the trackers that an earlier call has set stays.
+        """
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
@@ -138,7 +141,7 @@ class StateFolders:
             )
 
     def newest_place(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return the path or URL of the newest save, complete or in progress. Not collective."""
+        """Return the path or URL of the newest save, complete or in progress. There must be one. Not collective."""
         if output_dir is not None:
             return os.fspath(output_dir)
         return f"{self.folder}/checkpoint_{self._free_number() - 1}"
@@ -215,7 +218,7 @@ class StateFolders:
                 return os.fspath(newest_upload)
         return None if local is None else os.fspath(local.path)
 
-    def published(self, place: str, path: Path) -> None:
+    def upload_and_prune(self, place: str, path: Path) -> None:
         """Upload the state in `path` if `place` is a URL, and delete states beyond the limit. Main rank only.
 
         Only states of this run are deleted, and never the state in `path`. If the upload fails, the state remains on
@@ -251,7 +254,7 @@ class StateFolders:
         num_deleted = max(0, len(older) - (self.configuration.total_limit - 1))
         return [entry.name for entry in older[:num_deleted]]
 
-    def continues(self, run_id: str, path: Path, *, is_main: bool) -> None:
+    def adopt_run(self, run_id: str, path: Path, *, is_main: bool) -> None:
         """Adopt the run of a loaded state, and count automatic names from the state's name. Not collective.
 
         Args:

@@ -107,8 +107,14 @@ class CannotPadNestedTensorWarning(TrainwrightWarning):
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the closest of `candidates`, or an empty string if none is close."""
+    near_name = nearest_name(name, candidates)
+    return "" if near_name is None else f" Did you mean {near_name!r}?"
+
+
+def nearest_name(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the closest of `candidates`, or None if none is close."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return close[0] if close else None
 
 
 def unknown(argument: str, value: object, known: Iterable[str], hint: str = "") -> ConfigurationError:

@@ -396,5 +396,6 @@ def _check_index(process_index: int, num_processes: int) -> None:
 
 def check_number(name: str, value: object) -> None:
     """Raise a ConfigurationError unless `value` is a whole number of at least 0."""
-    if not isinstance(value, int) or value < 0:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_number:
         raise ConfigurationError(f"{name}={value!r}: expected a whole number of at least 0.")

@@ -46,11 +46,14 @@ def trim(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int])
         counts: number of real rows of each rank, in rank order.
 
     Raises:
-        ValueError: the numbers of tensors and counts differ or are 0, or a tensor has fewer rows than its count.
+        ValueError: the numbers of tensors and counts differ or are 0, a count is negative, or a tensor has fewer rows
+            than its count.
     """
     if len(gathered) != len(counts) or not counts:
         raise ValueError(f"{len(gathered)} gathered tensors, but {len(counts)} counts.")
     for rank, count in enumerate(counts):
-        if not 0 <= count <= gathered[rank].shape[0]:
+        if count < 0:
+            raise ValueError(f"the count of rank {rank} is negative: {count}.")
+        if count > gathered[rank].shape[0]:
             raise ValueError(f"rank {rank} gathered {gathered[rank].shape[0]} rows, fewer than its count {count}.")
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])

@@ -90,7 +90,7 @@ def write_file(config: LaunchConfig, path: Path, devices: str = "MULTI_GPU") -> 
     Raises:
         ConfigurationError: The file cannot be written.
     """
-    import yaml  # `--help` does without it
+    import yaml  # not needed for `--help`
 
     content = content_of(config, devices)
     if path.suffix == ".json":
@@ -150,14 +150,15 @@ def write_basic_config(
 
 
 def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]]:
-    """Convert options of FSDP1 to FSDP2. Also return the names of options that FSDP2 does not have.
+    """Convert options of FSDP1 to FSDP2. Also return the set options that FSDP2 does not have, by name.
 
     Args:
         config: Options of `trainwright launch` with options of FSDP1.
         origin: Path of the file, for errors.
 
     Raises:
-        ConfigurationError: The options are not of FSDP1, or FSDP2 has no counterpart of the sharding strategy.
+        ConfigurationError: The options are not of FSDP1, FSDP2 has no counterpart of the sharding strategy, or a hybrid
+            strategy on several machines has no `num_processes`.
     """
     if not config.use_fsdp:
         raise ConfigurationError(f"{origin} does not describe FSDP. Add distributed_type: FSDP.")
@@ -172,15 +173,19 @@ def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]
     reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD")
     values: dict[str, Any] = {"fsdp_version": 2, "fsdp_reshard_after_forward": str(reshards)}
     machines = config.num_machines or 1
+    # FSDP1 shards within each machine and replicates over machines. FSDP2 needs two axes of a mesh for this.
     shards_within_machines = strategy.startswith("HYBRID") and machines > 1
-    if shards_within_machines and not config.use_parallelism_config:
+    removed: list[str] = []
+    if shards_within_machines and config.use_parallelism_config:
+        if config.parallelism_config_dp_replicate_size is None:
+            removed.append(f"fsdp_sharding_strategy={strategy}, which is {_AXES}_dp_replicate_size={machines} in FSDP2")
+    elif shards_within_machines:
         if config.num_processes is None:
             raise ConfigurationError(f"{origin}: {strategy} needs num_processes. Write it into the file.")
         values["use_parallelism_config"] = True
         values[f"{_AXES}_dp_replicate_size"] = machines
         values[f"{_AXES}_dp_shard_size"] = config.num_processes // machines
     values["fsdp_sharding_strategy"] = None
-    removed = []
     for name in _REMOVED_OF_FSDP1:
         values[name] = None
         if getattr(config, name) is not None:

@@ -4,7 +4,7 @@ A hanging collective does not report a reason. Each rank therefore has a daemon 
 the store of the process group. The thread runs no collectives, uses no device, and adds no work to a step. It only
 reads the Trainer's counters. The threads communicate through these keys of the store:
 
-    events              counter that grows whenever `failure` or `stall/N` is written; the only key read at every beat
+    events              counter that grows with each `failure` and `stall/N`; each beat reads only it and `node/NODE`
     failure             the rank that failed first, with its traceback, as JSON of a `Failure`
     seen                number of ranks that have read `failure`
     ended               number of ranks that have ended themselves after the failure; the first one prints its traceback
@@ -69,8 +69,9 @@ class HangDetector:
         hang_timeout_s: seconds without progress after which all ranks report their positions. None disables the report.
         timeout_s: seconds after which a collective fails, to be shown in the report.
         store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
-        interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
-            process. A process that does not react is ended, except in a notebook.
+        interrupt_only: after the failure of another rank, interrupt the main thread, as Ctrl-C does, instead of ending
+            this process. `leave` then raises a WorkerError. A process that does not react is ended, except in a
+            notebook.
     """
 
     # True: the other ranks print the failed rank's traceback, because its own output may be on another machine.
@@ -182,19 +183,19 @@ class HangDetector:
             self._was_reported.set()
 
     @property
-    def _shared(self) -> Any:
+    def _open_store(self) -> Any:
         assert self._store is not None  # it is released only when the thread ends or continues without it
         return self._store
 
     def _write_process(self) -> None:
         fields = json.dumps([self._rank, self._mark.pid, self._mark.started])
-        self._shared.append(f"node/{self._mark.node}", fields + "\n")
+        self._open_store.append(f"node/{self._mark.node}", fields + "\n")
 
     def _beat(self, now: float) -> None:
         self._update_position(now)
         if self._error is not None and not self._was_reported.is_set():
             self._report_error()
-        num_events = self._shared.add("events", 0)  # adding 0 reads a counter
+        num_events = self._open_store.add("events", 0)  # adding 0 reads a counter
         if num_events != self._num_events:
             self._num_events = num_events
             self._read_events(now)
@@ -204,7 +205,7 @@ class HangDetector:
         is_saving = self._failure is not None and activity_of(frames_of(self._thread_id)) == "saving"
         # Written at every beat. A count that no longer changes shows that the process has ended or is stopped.
         beat = [self._num_beats, str(self._last_position), is_saving]
-        self._shared.set(f"beat/{self._rank}", json.dumps(beat))
+        self._open_store.set(f"beat/{self._rank}", json.dumps(beat))
         if self._error is None:
             if self._failure is not None and self._is_time_to_end(now):
                 self._end()
@@ -213,7 +214,10 @@ class HangDetector:
                 self._print_report_when_due(now)
 
     def _finish(self) -> None:
-        """Record that this rank ends without an error. Ranks end a stage together, so there is nothing to record."""
+        """Record that this rank ends without an error. `LoopDetector` overrides this.
+
+        Ranks end a stage together, so that there is nothing to record here.
+        """
 
     def _update_position(self, now: float) -> None:
         position = self._position()
@@ -227,9 +231,9 @@ class HangDetector:
 
     def _read_events(self, now: float) -> None:
         """Read a failure, and answer requests for hang reports."""
-        if self._failure is None and self._shared.check(["failure"]):
-            self._set_failure(Failure.from_json(self._shared.get("failure")))
-        while self._shared.check([f"stall/{self._num_reports}"]):
+        if self._failure is None and self._open_store.check(["failure"]):
+            self._set_failure(Failure.from_json(self._open_store.get("failure")))
+        while self._open_store.check([f"stall/{self._num_reports}"]):
             self._write_position(now)
 
     # A rank that fails
@@ -238,7 +242,7 @@ class HangDetector:
         """Write this rank's failure to the store, unless another rank has failed before."""
         error = self._error
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
-            self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
+            self._open_store.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
         elif error is not None:
             # An error of a collective follows from another rank's failure, which may not be in the store yet.
             deadline = time.monotonic() + (_ECHO_S if is_echo(error) else 0.0)
@@ -258,14 +262,14 @@ class HangDetector:
     def _post_failure(self, failure: Failure) -> None:
         """Write a failure to the store, unless a rank has written one before. Then read the first failure."""
         if self._failure is None:
-            first = self._shared.compare_set("failure", "", failure.to_json())
-            self._shared.add("events", 1)
+            first = self._open_store.compare_set("failure", "", failure.to_json())
+            self._open_store.add("events", 1)
             self._set_failure(Failure.from_json(first))
 
     def _set_failure(self, failure: Failure) -> None:
         self._failure = failure
         self._failure_seen_at = time.monotonic()
-        self._shared.add("seen", 1)
+        self._open_store.add("seen", 1)
 
     def _finish_after_failure(self) -> None:
         """Record that this failed rank leaves the run.
@@ -277,28 +281,28 @@ class HangDetector:
         if isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # `_report_error` has written the reason
             self._finish()
         else:
-            self._shared.set(f"left/{self._rank}", "failed")
+            self._open_store.set(f"left/{self._rank}", "failed")
         serves_store = self._rank == 0 and self._store_dies_with_rank_0
         if not serves_store or self._failure is None:
             return
         deadline = time.monotonic() + _ECHO_S
         while time.monotonic() < deadline:
-            if self._shared.add("seen", 0) + len(self._known_gone) >= self._world_size:
+            if self._open_store.add("seen", 0) + len(self._known_gone) >= self._world_size:
                 return
             time.sleep(0.05)
             self._check_neighbours()
 
     def _check_neighbours(self) -> None:
         """Report the processes of this node that were killed or have crashed."""
-        for line in self._shared.get(f"node/{self._mark.node}").decode().splitlines():
+        for line in self._open_store.get(f"node/{self._mark.node}").decode().splitlines():
             rank, pid, started = json.loads(line)
             if rank == self._rank or rank in self._known_gone:
                 continue
             if not ProcessMark(self._mark.node, pid, started).is_gone():
                 continue
             self._known_gone.add(rank)
-            self._shared.set(f"gone/{rank}", "")
-            if not self._shared.check([f"left/{rank}"]):
+            self._open_store.set(f"gone/{rank}", "")
+            if not self._open_store.check([f"left/{rank}"]):
                 host = self._mark.node.split()[0]
                 text = f"rank {rank}: its process {pid} on {host} has ended without a traceback (killed, or crashed)."
                 self._post_failure(Failure(rank, text, gone=True))
@@ -314,15 +318,15 @@ class HangDetector:
         failure = self._failure
         assert failure is not None  # checked before
         rank = failure.rank
-        is_gone = failure.gone or self._shared.check([f"gone/{rank}"])
-        has_left = is_gone or self._shared.check([f"left/{rank}"])
+        is_gone = failure.gone or self._open_store.check([f"gone/{rank}"])
+        has_left = is_gone or self._open_store.check([f"left/{rank}"])
         if has_left and not self._failed_rank_left_at:
             self._failed_rank_left_at = now
         if self._failed_rank_left_at:
             return now - self._failed_rank_left_at >= self._grace_s(is_gone)
         # The failed rank has neither left nor ended. Wait longer than `_PATIENCE_S` only while its monitor reports that
         # it saves.
-        beat = self._shared.get(f"beat/{rank}") if self._shared.check([f"beat/{rank}"]) else b""
+        beat = self._open_store.get(f"beat/{rank}") if self._open_store.check([f"beat/{rank}"]) else b""
         if beat != self._beat_of_failed:
             self._beat_of_failed = beat
             self._beat_of_failed_at = now
@@ -334,7 +338,10 @@ class HangDetector:
         return now - self._failure_seen_at >= _PATIENCE_S
 
     def _grace_s(self, is_gone: bool) -> float:
-        """Return the seconds until this process ends, from when the failed rank left the run or its process ended."""
+        """Return the seconds until this process ends, from when the failed rank left the run or its process ended.
+
+        `LoopDetector` overrides this.
+        """
         return _GRACE_S
 
     def _end(self) -> None:
@@ -386,10 +393,10 @@ class HangDetector:
         if self._reported_position == self._last_position:
             return
         # Another rank may have requested this report already. `compare_set` then returns that rank.
-        first = self._shared.compare_set(f"stall/{self._num_reports}", "", str(self._rank))
+        first = self._open_store.compare_set(f"stall/{self._num_reports}", "", str(self._rank))
         if int(first) == self._rank:
             self._has_requested_report = True
-        self._shared.add("events", 1)
+        self._open_store.add("events", 1)
         self._read_events(now)
 
     def _write_position(self, now: float) -> None:
@@ -398,8 +405,8 @@ class HangDetector:
         self._num_reports += 1
         self._reported_position = self._last_position
         position = position_of_rank(self._rank, self._last_position, now - self._moved_at, self._thread_id)
-        self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(position)))
-        self._shared.add(f"answers/{number}", 1)
+        self._open_store.set(f"at/{number}/{self._rank}", json.dumps(asdict(position)))
+        self._open_store.add(f"answers/{number}", 1)
         # Rank 0 prints after 4 s at the latest. If its monitor does not run, rank 1 prints after 8 s, rank 2 after
         # 12 s, and the others after 16 s.
         self._report_due = number, now + _ANSWER_S * (1 + min(self._rank, 3))
@@ -411,19 +418,19 @@ class HangDetector:
         number, due = self._report_due
         is_due = now >= due
         if not is_due and self._rank == 0:
-            is_due = self._shared.add(f"answers/{number}", 0) == self._world_size
+            is_due = self._open_store.add(f"answers/{number}", 0) == self._world_size
         if is_due:
             self._report_due = None
-            if self._shared.add(f"printed/{number}", 1) == 1:
+            if self._open_store.add(f"printed/{number}", 1) == 1:
                 self._print_report(number)
 
     def _print_report(self, number: int) -> None:
-        initiator = int(self._shared.get(f"stall/{number}"))
+        initiator = int(self._open_store.get(f"stall/{number}"))
         answers: dict[int, RankPosition] = {}
         silent: dict[int, str] = {}
         for rank in range(self._world_size):
-            if self._shared.check([f"at/{number}/{rank}"]):
-                answers[rank] = RankPosition(**json.loads(self._shared.get(f"at/{number}/{rank}")))
+            if self._open_store.check([f"at/{number}/{rank}"]):
+                answers[rank] = RankPosition(**json.loads(self._open_store.get(f"at/{number}/{rank}")))
             else:
                 silent[rank] = self._last_seen(rank)
         if initiator in answers:
@@ -435,15 +442,15 @@ class HangDetector:
 
     def _last_seen(self, rank: int) -> str:
         """Return the last known state of a rank that has not written its position."""
-        if self._shared.check([f"gone/{rank}"]):
+        if self._open_store.check([f"gone/{rank}"]):
             state = "its process has ended"
-        elif self._shared.check([f"left/{rank}"]):
-            state = f"it has left the run ({self._shared.get(f'left/{rank}').decode()})"
+        elif self._open_store.check([f"left/{rank}"]):
+            state = f"it has left the run ({self._open_store.get(f'left/{rank}').decode()})"
         else:
             state = "its process has ended or is stopped, or a thread in it holds the GIL"
-        if not self._shared.check([f"beat/{rank}"]):
+        if not self._open_store.check([f"beat/{rank}"]):
             return state
-        _, position, _ = json.loads(self._shared.get(f"beat/{rank}"))
+        _, position, _ = json.loads(self._open_store.get(f"beat/{rank}"))
         return f"{state}; last seen: {position}"
 
 

@@ -116,15 +116,15 @@ class LoopDetector(HangDetector):
     def _read_events(self, now: float) -> None:
         super()._read_events(now)
         departed_before = self._departed
-        self._departed = departed_ranks(self._shared)
+        self._departed = departed_ranks(self._open_store)
         if 0 in self._departed - departed_before:
-            self._shared.append("aware", f"{self._rank} ")
+            self._open_store.append("aware", f"{self._rank} ")
 
     def _finish(self) -> None:
         reason = "its script has ended" if self._error is None else type(self._error).__name__
-        self._shared.set(f"left/{self._rank}", reason)
-        self._shared.append("departed", f"{self._rank} ")
-        self._shared.add("events", 1)
+        self._open_store.set(f"left/{self._rank}", reason)
+        self._open_store.append("departed", f"{self._rank} ")
+        self._open_store.add("events", 1)
 
     def _grace_s(self, is_gone: bool) -> float:
         # A script that has failed still runs the exit of its interpreter, which a launcher would cut short if this
@@ -135,18 +135,18 @@ class LoopDetector(HangDetector):
 
     def _link_hosts(self) -> None:
         """Connect to rank 0 if it is on another host. A rank that cannot connect is only not monitored by rank 0."""
-        lines = self._shared.get("hosts").decode().splitlines()  # for example "3 node-1 pid:[4026531836]"
+        lines = self._open_store.get("hosts").decode().splitlines()  # for example "3 node-1 pid:[4026531836]"
         hosts = dict(line.split(" ", 1) for line in lines)
         if self._rank == 0 and len(set(hosts.values())) > 1:
             self._links = HostLinks(self._record_end)
-            self._shared.set("link", self._links.listen())
+            self._open_store.set("link", self._links.listen())
         elif hosts[str(self._rank)] != hosts["0"]:
             deadline = time.monotonic() + _LINK_S
-            while not self._shared.check(["link"]) and time.monotonic() < deadline:
+            while not self._open_store.check(["link"]) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if self._shared.check(["link"]):
+            if self._open_store.check(["link"]):
                 self._links = HostLinks(self._record_end)
-                self._links.connect(self._host, self._shared.get("link").decode(), self._rank)
+                self._links.connect(self._host, self._open_store.get("link").decode(), self._rank)
 
     def _record_end(self, rank: int, is_unreachable: bool) -> None:
         """Record that the connection to a rank has ended. Called in the thread of the links."""
@@ -166,8 +166,8 @@ class LoopDetector(HangDetector):
                 continue
             del self._ended_links[rank]
             self._known_gone.add(rank)
-            self._shared.set(f"gone/{rank}", "")
-            if self._shared.check([f"left/{rank}"]):
+            self._open_store.set(f"gone/{rank}", "")
+            if self._open_store.check([f"left/{rank}"]):
                 continue
             if is_unreachable:
                 text = "its host cannot be reached."
@@ -184,7 +184,7 @@ class LoopDetector(HangDetector):
         """
         place = self._late_calls.place_of_wait(_LOST_S)
         if place != self._stuck_at:
-            self._shared.set(f"stuck/{self._rank}", place)
+            self._open_store.set(f"stuck/{self._rank}", place)
             self._stuck_at = place
         if not place:
             return
@@ -194,9 +194,9 @@ class LoopDetector(HangDetector):
 
     def _is_stuck(self, rank: int) -> bool:
         key = f"stuck/{rank}"
-        if not self._shared.check([key]):  # `get` would wait for the key
+        if not self._open_store.check([key]):  # `get` would wait for the key
             return False
-        return bool(self._shared.get(key))
+        return bool(self._open_store.get(key))
 
     def _end_lost(self, place: str) -> None:
         """End this process, which waits for others at `place` in vain."""

@@ -24,12 +24,12 @@ class Profiler:
 
     Args:
         dirpath: Folder of the profiler's files. Default: None, which is `default_root_dir` of the Trainer.
-        filename: First part of the names of the files. Default: None, which is `"profile"`. If both are None, the
-            summary of rank 0 is printed. Otherwise it is written to `{stage}-{filename}.txt`; with several processes
-            each rank writes `{stage}-{filename}-{rank}.txt`. Without a Trainer the names have no stage.
+        filename: Part of the names of the files. Default: None, which is `"profile"`. If both are None, the summary of
+            rank 0 is printed. Otherwise it is written to `{stage}-{filename}.txt`; with several processes each rank
+            writes `{stage}-{filename}-{rank}.txt`. Without a Trainer the names have no stage.
 
     Attributes:
-        enabled: False if nothing is recorded. The Trainer then calls only `setup` and `teardown`.
+        enabled: False if nothing is recorded. The Trainer then calls only `setup` and `close`.
     """
 
     enabled = True
@@ -83,7 +83,9 @@ class Profiler:
             finally:
                 stop(name)
 
-        vars(recorded)["__self__"] = getattr(function, "__self__", None)  # the owner: see HookTable.only_read
+        # As of a bound method: `HookTable.only_read` reads the owner. In `vars`, because type checkers do not accept a
+        # new attribute of a function.
+        vars(recorded)["__self__"] = getattr(function, "__self__", None)
         return recorded
 
     def _innermost(self, name: str) -> int:

@@ -251,15 +251,15 @@ class _Filling:
         outline = self.outline
         result = self.result
         index = 0
-        position = 0  # of the device that is being filled
+        device_number = 0  # index of the device that is being filled
         while index < len(outline.names):
             if index in result.device_of:  # placed before its turn
                 index = outline.ends[index]
                 continue
-            if position == len(self.devices):
+            if device_number == len(self.devices):
                 self.stuck_at = index
                 return
-            device = self.devices[position]
+            device = self.devices[device_number]
             needed, outside, is_split = self._requirements(index, device)
             # If this part is placed here, later layers may be offloaded, and the largest of them must still fit.
             reserved = self.largest_from[outline.ends[index]] if device in self.reserving else 0
@@ -276,14 +276,15 @@ class _Filling:
                 result.full.append(FullDevice(device, index, needed, int(self.free[device]), reserved))
                 if self.fallback and not result.used_bytes[device]:
                     self._put_later_part(index, device)
-                position += 1  # the same part is tried on the next device
+                device_number += 1  # the same part is tried on the next device
                 if self.reserve and device == result.runs_on and not result.used_bytes[device]:
-                    self._reserve(position)  # the device is empty, so a later one is the first of the map
-        # Parts without tensors at the end of the model.
-        last = self.devices[min(position, len(self.devices) - 1)]
+                    self._reserve(device_number)  # the device is empty, so a later one is the first of the map
+        # Parts without tensors at the end of the model. The number may be one too high, after the last device is full.
+        last = self.devices[min(device_number, len(self.devices) - 1)]
         result.device_of.update(dict.fromkeys(self.weightless, last))
 
     def _requirements(self, index: int, device: Device) -> _Requirements:
+        """Return the memory that a part needs on a device, and the parts that must be placed with it."""
         needed = self.outline.sizes_bytes[index]
         is_split = False
         first = bisect.bisect_left(self.ahead, index)

@@ -197,13 +197,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create `folder` and missing parents, and sync their names. With `sync=False`, call `sync_new_folders` later."""
+    """Create `folder` and missing parents, and sync their names. With `sync=False`, call `sync_new_folders` later.
+
+    Raises:
+        FileExistsError: the name is that of a file.
+    """
     if folder.is_dir():
         return
     make_folder(folder.parent, sync=sync)
-    # Another process may create the same parent at the same time.
-    with contextlib.suppress(FileExistsError):
+    try:
         folder.mkdir()
+    except FileExistsError:
+        # Another process may create the same folder at the same time. A file with this name is an error.
+        if not folder.is_dir():
+            raise
     fault_point("mkdir", folder)
     if sync:
         sync_folder(folder.parent)

@@ -60,7 +60,7 @@ class HostBuffers:
         """Copy the tensors of `files` into the buffers, and make the files refer to the copies.
 
         Overwrites the previous copies. Blocks until the copies from all devices, which run in parallel, are done.
-        Afterwards the tensors may change.
+        Afterwards the tensors may change, except those of the returned copies.
 
         Args:
             files: the files of a save.
@@ -199,7 +199,7 @@ def _fill(block: torch.Tensor, offset: int, size: int) -> None:
 
 
 def _block(size: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate page-aligned memory, with huge pages if the system has them."""
+    """Allocate page-aligned memory. Memory that is not pinned has huge pages if the system has them."""
     if pinned:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows

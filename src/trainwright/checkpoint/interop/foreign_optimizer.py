@@ -4,8 +4,8 @@
 order in which the optimizer received its parameters. The class is not saved.
 
 `named_from_positions` infers the class from the hyper-parameters, and the names from the first of these sources that
-exists: names from the user, names in the file (FSDP's, or `param_names` of torch), the order of the model's weights, if
-the optimizer has all of them in one group, and shapes.
+exists: FSDP's names, which the file has instead of positions; names from the user; `param_names` of torch in the file;
+the order of the model's weights, if the optimizer has all of them in one group; shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ADDED_KEYS = frozenset(
 )
 # Entries of torch's optimizer states that have their parameter's shape.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "prev", "ax")
-# Buffers of torch's modules that have the shapes of their parameters.
+# Buffers of torch's normalization layers.
 _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -58,7 +58,8 @@ def named_from_positions(
     """Return a saved `optimizer.state_dict()` in the form that `named_optimizer_state` returns.
 
     For example, `{"state": {0: {"step": 5}}, "param_groups": [{"lr": 0.1, "params": [0]}]}` of a model with the weight
-    `a` becomes `{"class": "SGD", "groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"step": 5}}}`.
+    `a` becomes `{"class": "SGD", "groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"step": 5}}}` with
+    `class_name="SGD"`. A complete group determines the class.
 
     Args:
         packed: the saved state dict, with positions as in torch, or with parameter names, as FSDP saves it.
@@ -71,7 +72,8 @@ def named_from_positions(
 
     Raises:
         NamesUnknown: the names or the class are missing or ambiguous.
-        CheckpointError: `packed` is not the state of an optimizer, or `names` do not fit it or the weights.
+        CheckpointError: `packed` is not the state of an optimizer, `names` do not fit it or the weights, or its names
+            are not those of weights.
     """
     try:
         groups = [dict(group) for group in packed["param_groups"]]
@@ -85,6 +87,9 @@ def named_from_positions(
         raise CheckpointError(f"this is not the state of a torch optimizer: {error!r}.") from error
     if has_names:
         name_of = {position: plain_name(str(position)) for position in chain.from_iterable(positions_by_group)}
+        missing = [name for name in name_of.values() if name not in weights]
+        if missing:
+            raise CheckpointError(f"the file has no weights of the optimizer's parameters {', '.join(missing[:5])}.")
     else:
         name_of = _names(groups, positions_by_group, state, weights, ordered, names)
     named_groups = []
@@ -164,7 +169,8 @@ def _checked_names(
 def _parameters(weights: Mapping[str, Any]) -> list[str]:
     """Return the names that may be parameters, in order. A tied tensor is included once, under its first name.
 
-    Integers and the buffers of torch's batch norms are not included. Other buffers cannot be told from parameters.
+    Integers and the buffers of torch's batch norms are not included. Other buffers cannot be distinguished from
+    parameters.
     """
     name_of_memory: dict[tuple[Any, ...], str] = {}
     for name, value in weights.items():

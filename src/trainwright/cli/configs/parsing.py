@@ -18,7 +18,7 @@ from trainwright.cli.configs.class_names import (
 )
 from trainwright.cli.configs.explain_errors import explain
 from trainwright.cli.configs.overrides import CommandLine, swap_classes
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, nearest, nearest_name
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -57,24 +57,13 @@ def parse(
 
     import yaml
 
+    # First, because all following steps look for the model under this command's name for it.
     assignments = _use_own_model_key(config, line.assignments, known)
     _check_top_level(config, known)
+    # Assignments of classes are compared with the classes of the files, and import them. Both need full paths.
     translate_config(config)
     expand_config(config)
-    if classes is None:
-        classes = {}
-    # Another value, such as a text, is left for the parser, which reports it.
-    fixed = {key: cls for key, cls in classes.items() if isinstance(config.get(key, {}), dict)}
-    # The following functions handle classes only in the form of `class_path` and `init_args`.
-    _wrap(config, fixed)
-    assignments, notes = swap_classes(config, expand_assignments(assignments))
-    open_keys = [key for key in _CLASS_KEYS if key in known and key not in classes]
-    assignments = place_classes(config, assignments, keys=open_keys)
-    fill_nested_defaults(config, keys=known)
-    _unwrap(config, fixed)
-    name_torch_classes(config, open_keys)
-    for note in notes:
-        print(f"trainwright: note: {note}", file=sys.stderr)
+    assignments = _assign_classes(config, expand_assignments(assignments), known, classes or {})
     try:
         # One call for defaults, files and words: the parser applies links and required arguments to all of them.
         arguments = [f"--config={yaml.safe_dump(config)}"] if config else []
@@ -87,6 +76,36 @@ def parse(
         raise ConfigurationError(_explained(parser, str(error), known)) from None
     settings.pop("config", None)
     return settings
+
+
+def _assign_classes(
+    config: dict[str, Any],
+    assignments: Sequence[tuple[str, str]],
+    known: Sequence[str],
+    classes: Mapping[str, type],
+) -> list[tuple[str, str]]:
+    """Apply the assignments of classes to `config`, in place, and add defaults. Return the other assignments.
+
+    jsonargparse 4.53 would pass the arguments of a replaced class to the new class, if it has arguments of the same
+    names.
+    """
+    # Another value, such as a text, is left for the parser, which reports it.
+    fixed_classes = {key: cls for key, cls in classes.items() if isinstance(config.get(key, {}), dict)}
+    keys_without_fixed_class = [key for key in _CLASS_KEYS if key in known and key not in classes]
+    # The following functions handle classes only in the form of `class_path` and `init_args`.
+    _wrap(config, fixed_classes)
+    assignments, notes = swap_classes(config, assignments)
+    for note in notes:
+        print(f"trainwright: note: {note}", file=sys.stderr)
+    # After the swap, which has used the assignments to keys that have a class. The others may be to empty keys.
+    assignments = place_classes(config, assignments, keys=keys_without_fixed_class)
+    # After both, because it adds the defaults of the classes that are now in the configuration.
+    fill_nested_defaults(config, keys=known)
+    # The parser expects the arguments of a fixed class directly below its key.
+    _unwrap(config, fixed_classes)
+    # After `place_classes`, which may have added a bare name.
+    name_torch_classes(config, keys_without_fixed_class)
+    return assignments
 
 
 def _use_own_model_key(
@@ -156,9 +175,9 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
     message = message.rstrip(".") + "."
     top_key, dot, rest = unknown[0].removeprefix("--").partition(".")
     if dot and top_key not in known:
-        # `--trainr.max_epochs`: " Did you mean 'trainer'?" becomes " Did you mean 'trainer.max_epochs'?"
-        close = nearest(top_key, known)
-        return message + close.replace("'?", f".{rest}'?")
+        # `--trainr.max_epochs`: only the first part is misspelled, so that only this part is compared.
+        near_key = nearest_name(top_key, known)
+        return message if near_key is None else f"{message} Did you mean '{near_key}.{rest}'?"
     close = nearest(unknown[0], [option for option in options if not option.endswith(".help")])
     if group is not None:  # a key of a file, which has no dashes
         close = close.replace("--", "")
@@ -215,6 +234,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> Any:
     from jsonargparse import set_parsing_settings
 
     # An argument without a class as its type could otherwise construct any class: subprocess.Popen, for example.
+    # jsonargparse has this option only for all parsers of the process, so that it stays set.
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
     construct = _Constructor()
     error: Exception | None = None

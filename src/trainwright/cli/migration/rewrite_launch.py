@@ -36,7 +36,8 @@ _CONFIG_KEYS = ("compute_environment", "distributed_type")
 def rewrite_launch(code: bytes) -> Rewritten:
     """Rewrite the commands of a file. Lines with a comment only are not changed.
 
-    Options after a `trainwright launch` that it does not support are reported, also on all later lines.
+    Options after a `trainwright launch` that it does not support are reported, also on all later lines. Options after
+    the words of a list, such as `["accelerate", "launch"]`, are not checked.
 
     Raises:
         UnicodeDecodeError: the file is not text.
@@ -59,7 +60,7 @@ def rewrite_launch(code: bytes) -> Rewritten:
             option = known_options().get(flag.replace("-", "_"))
             if option is not None:
                 unsettled.extend(Unsettled(number, text) for text in _problems(option, flag, value))
-    text = _LISTED.sub(_renamed, "\n".join(lines))
+    text = _LISTED.sub(_renamed_in_list, "\n".join(lines))
     return Rewritten(text.encode(), unsettled)
 
 
@@ -67,7 +68,17 @@ def _renamed(command: re.Match[str]) -> str:
     """Return Trainwright's command. Words of a list keep what is between them."""
     groups = command.groupdict()  # each pattern has either `before` or `between`
     name = _OTHER_NAMES.get(groups["name"], groups["name"])
-    return f"{groups.get('before', '')}trainwright{groups.get('between', ' ')}{name}"
+    before = groups.get("before", "")
+    between = groups.get("between", " ")
+    return f"{before}trainwright{between}{name}"
+
+
+def _renamed_in_list(words: re.Match[str]) -> str:
+    """Return Trainwright's words of a list, which may be on two lines. Words in a comment line are not changed."""
+    start_of_line = words.string.rfind("\n", 0, words.start()) + 1
+    if words.string[start_of_line:].lstrip().startswith("#"):
+        return words[0]
+    return _renamed(words)
 
 
 def _problems(option: Option, flag: str, value: str) -> list[str]:

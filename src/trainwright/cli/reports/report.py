@@ -23,7 +23,8 @@ REPORT_FILE = "report.html"
 _HERE = Path(__file__).parent
 _DROPPED_BITS = 9  # of the 23 bits of a float32's fraction: about 4 digits are kept
 _PREFIXES = ("train", "val", "valid", "test")
-_MAX_NOT_FINITE = 20  # events for each curve
+_MAX_NOT_FINITE = 20  # steps with NaN or infinity that are listed for each curve
+# Keys of a stage's first line that are in the table "Plan".
 _PLAN = (
     "task",
     "parameters",
@@ -36,7 +37,7 @@ _PLAN = (
     "callbacks",
     "loggers",
 )
-# Keys of a stage's first line that other tables show, or no table. All other keys are in the table "Environment".
+# Keys of a stage's first line that are not in the table "Environment". Other tables show some of them.
 _NOT_ENVIRONMENT = frozenset(
     {*_PLAN, "event", "step", "time", "settings", "hyperparameters", "folders", "packages", "code"}
 )
@@ -136,7 +137,10 @@ def _facts(run: RunFiles, times: list[float]) -> list[tuple[str, str]]:
 
 
 def _status(run: RunFiles) -> str:
-    """Return the status of the last fit or, without a fit, of the last stage."""
+    """Return the status of the last fit or, without a fit, of the last stage.
+
+    The status is `"running, or killed"` if the last stage has no end.
+    """
     last = run.events[-1]
     if last["event"] != "end":  # a killed process writes no end
         return "running, or killed"
@@ -154,7 +158,7 @@ def _last_step(run: RunFiles) -> int:
 
 
 def _best(run: RunFiles) -> str | None:
-    """Return the name of the checkpoint that was the best when it was written last, or None if there is none."""
+    """Return the name of the last checkpoint that was the best one when it was written, or None."""
     for event in reversed(run.events):
         if event.get("is_best"):
             name: str = event["name"]
@@ -173,7 +177,7 @@ def _metric_charts(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
 
 
 def _subject(name: str) -> str:
-    """Return a metric's name without the prefix `train`, `val` or `test` and the suffix `_step` or `_epoch`."""
+    """Return a metric's name without its prefix (see `_PREFIXES`) and the suffix `_step` or `_epoch`."""
     for separator in ("_", "/", "-"):
         first, found, rest = name.partition(separator)
         if found and first.lower() in _PREFIXES:
@@ -186,25 +190,27 @@ def _progress_charts(run: RunFiles, *, has_rate: bool) -> list[dict[str, Any]]:
     """Return charts of learning rate, gradient norm, throughput and memory from the run's progress file."""
     series: dict[str, dict[str, list[tuple[int, float]]]] = {}  # chart → curve → (step, value)
 
-    def add(chart: str, curve: str, value: float) -> None:
-        series.setdefault(chart, {}).setdefault(curve, []).append((line["step"], value))
+    def add(chart: str, curve: str, step: int, value: float) -> None:
+        series.setdefault(chart, {}).setdefault(curve, []).append((step, value))
 
     previous: dict[str, Any] | None = None
     for line in run.progress:
+        step = line["step"]
         if not has_rate:
             rates = line["lr"]
             for i, rate in enumerate(rates):
-                add("Learning rate", "lr" if len(rates) == 1 else f"group {i}", rate)
+                add("Learning rate", "lr" if len(rates) == 1 else f"group {i}", step, rate)
         if "grad_norm" in line:
-            add("Gradient norm before clipping", "norm", float(line["grad_norm"]))
+            add("Gradient norm before clipping", "norm", step, float(line["grad_norm"]))
         # `seconds`, `samples` and `tokens` are totals of the run. Equal totals give no throughput.
         if previous is not None and line["seconds"] > previous["seconds"]:
             seconds = line["seconds"] - previous["seconds"]
             for unit in ("samples", "tokens"):
                 if line[unit] > previous[unit]:
-                    add(f"Throughput in {unit} per second", f"{unit}/s", (line[unit] - previous[unit]) / seconds)
+                    rate = (line[unit] - previous[unit]) / seconds
+                    add(f"Throughput in {unit} per second", f"{unit}/s", step, rate)
         if line["memory"] is not None:
-            add("Peak memory of the main process in GiB", "GiB", line["memory"] / 2**30)
+            add("Peak memory of the main process in GiB", "GiB", step, line["memory"] / 2**30)
         previous = line
     charts: list[dict[str, Any]] = []
     for title, points_by_name in series.items():

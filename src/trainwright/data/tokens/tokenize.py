@@ -21,7 +21,7 @@ from trainwright.data.tokens.token_file import TokenFile, TokenFileWriter
 
 Encode = Callable[[str], Sequence[int]]
 
-_IN_A_TASK = 256  # documents that a process receives at once
+_DOCUMENTS_PER_TASK = 256  # documents that a process receives at once
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # of texts, in well-known tokenizers
 
 
@@ -53,7 +53,8 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
             `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
 
     Raises:
-        ConfigurationError: There is no such tokenizer or token, or the hub cannot be reached.
+        ConfigurationError: There is no such tokenizer or token, or the hub cannot be reached. `vocab_size` is missing
+            for a function, or passed for another tokenizer.
         MissingPackageError: The package of the tokenizer is not installed.
     """
     is_function = ":" in name and not Path(name).exists()
@@ -137,9 +138,11 @@ def tokenize_files(
         output: Path without an ending. Existing files are replaced at the end.
         tokenizer: See `load_tokenizer`.
         key: Key of the text in a line of `.jsonl`. Default: `"text"`.
-        documents: Separator of documents in text files: `"line"`, `"blank-line"` or `"file"`. Default: `"blank-line"`.
+        documents: Separator of documents in text files: `"line"`, `"blank-line"` or `"file"`. Line breaks at the end
+            of a document remain a part of it. Default: `"blank-line"`.
         num_processes: Number of processes. Default: 1.
-        progress: Show a progress bar, in bytes. Default: True.
+        progress: Show a progress bar, in bytes of text. It ends below 100 % for files with JSON or blank lines, whose
+            bytes besides the texts are not counted. Default: True.
 
     Raises:
         ConfigurationError: A file is missing, a line is not text or JSON, or there is no document.
@@ -212,10 +215,10 @@ def _encoded(texts: Iterator[str], tokenizer: Tokenizer, num_processes: int) -> 
         yield from map(encode, texts)
         return
     # A pool reads all of its input ahead, however slow its processes are. So it gets a few tasks at a time.
-    num_at_once = 8 * num_processes * _IN_A_TASK
+    num_at_once = 8 * num_processes * _DOCUMENTS_PER_TASK
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         while next_texts := list(islice(texts, num_at_once)):
-            yield from pool.imap(encode, next_texts, chunksize=_IN_A_TASK)
+            yield from pool.imap(encode, next_texts, chunksize=_DOCUMENTS_PER_TASK)
 
 
 def _encode(encode: Encode, end: list[int], text: str) -> tuple[int, list[int]]:
