@@ -156,9 +156,8 @@ def _check_machines(config: LaunchConfig, machines: int) -> None:
     required = ["main_process_ip", "main_process_port"]
     if config.rdzv_backend != "c10d":  # which assigns the ranks itself
         required.insert(0, "machine_rank")
-    if any(getattr(config, name) is None for name in required):
-        names = ("machine_rank", "main_process_ip", "main_process_port")
-        missing = [f"--{name}" for name in names if getattr(config, name) is None]
+    missing = [f"--{name}" for name in required if getattr(config, name) is None]
+    if missing:
         raise ConfigurationError(f"--num_machines {machines} needs {', '.join(missing)} too.")
     if (config.machine_rank or 0) >= machines:
         raise ConfigurationError(f"--machine_rank {config.machine_rank}: ranks are 0 to {machines - 1}.")
