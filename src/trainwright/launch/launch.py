@@ -186,7 +186,11 @@ def _check_script(script: str) -> None:
 
 
 def _process_counts(config: LaunchConfig) -> tuple[int, int]:
-    """Return the number of processes on this machine, and on all machines."""
+    """Return the number of processes on this machine, and on all machines.
+
+    Raises:
+        ConfigurationError: This machine has fewer devices than the requested number of processes.
+    """
     machines = config.num_machines or 1
     requested = None
     if config.num_processes is not None:
@@ -351,7 +355,7 @@ def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
         result += ["--node-rank", str(config.machine_rank)]
         return [*result, "--master-addr", str(config.main_process_ip), "--master-port", str(port)]
     if port and is_busy(port):
-        # No other machine needs the port, so that another one is as good.
+        # No other machine needs the port, so any free port will do.
         print(f"trainwright launch: port {port} is in use; a free one is chosen.", file=sys.stderr)
         port = None
     if port:
