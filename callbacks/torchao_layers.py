@@ -18,7 +18,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 
 _NAMES = ("int8_dynamic_int4_weight", "int8_dynamic_int8_weight", "int4_weight", "int8_weight")
 _PURPOSE = "Quantization by torchao"
-_module: Callable[[str], Any] = partial(require_package, purpose=_PURPOSE)
+_require: Callable[[str], Any] = partial(require_package, purpose=_PURPOSE)
 _FAKE = ("activation_fake_quantizer", "weight_fake_quantizer")  # attributes of torchao's layers
 
 
@@ -41,7 +41,7 @@ def torchao_config(config: object, group_size: int) -> Any:
         if "dynamic" in config:
             return kinds.Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
         return kinds.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
-    if not isinstance(config, _module("torchao.core.config").AOBaseConfig):
+    if not isinstance(config, _require("torchao.core.config").AOBaseConfig):
         raise unknown("config", config, _NAMES, " A configuration object of torchao is accepted too.")
     return config
 
@@ -143,7 +143,12 @@ def is_quantized(layer: nn.Module) -> bool:
 
 
 def quantize_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[[], None]:
-    """Quantize layers in place, or none of them if one cannot be quantized. Return a function that undoes it."""
+    """Quantize layers in place, or none of them if one cannot be quantized. Return a function that undoes it.
+
+    Raises:
+        ConfigurationError: A layer cannot be quantized.
+        MissingPackageError: torchao is not installed.
+    """
     weights = {name: layer.weight for name, layer in layers.items()}
 
     def undo() -> None:
@@ -170,9 +175,13 @@ def prepare_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[
     """Add torchao's fake quantization to layers in place, or to none of them. Return a function that undoes it.
 
     Layers stay the same objects, with their parameters and hooks.
+
+    Raises:
+        ConfigurationError: A layer cannot be quantized.
+        MissingPackageError: torchao is not installed.
     """
     load_torchao(_PURPOSE)
-    step = _module("torchao.quantization.qat").QATConfig(config, step="prepare")
+    step = _require("torchao.quantization.qat").QATConfig(config, step="prepare")
     prepared: dict[nn.Linear, nn.Module] = {}
 
     def prepare(layer: nn.Linear) -> str:
@@ -251,7 +260,9 @@ def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: torchao cannot store a weight as plain tensors, or the file cannot be written.
     """
-    support = _module("torchao.prototype.safetensors.safetensors_support")
+    support = _require("torchao.prototype.safetensors.safetensors_support")
+    safetensors = _require("safetensors")
+    safetensors_torch = _require("safetensors.torch")
     target = Path(path)
     temporary = target.with_name(f".{target.name}.tmp")
     # torchao cannot read names without a dot in its metadata, so these tensors are added to the file without it.
@@ -262,7 +273,7 @@ def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
             continue
         tensor = value.data
         if type(tensor) is torch.Tensor:
-            tensor = tensor.clone()  # the format does not store the memory of tied weights twice
+            tensor = tensor.clone()  # safetensors refuses tensors that share memory, as tied weights do
         if "." in name:
             with_dot[name] = tensor
         else:
@@ -272,10 +283,11 @@ def write_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
         tensors |= without_dot
         target.parent.mkdir(parents=True, exist_ok=True)
         stored = {name: value.contiguous() for name, value in tensors.items()}
-        _module("safetensors.torch").save_file(stored, temporary, metadata)
+        safetensors_torch.save_file(stored, temporary, metadata)
         temporary.replace(target)
-    except (OSError, TypeError, ValueError) as error:
-        temporary.unlink(missing_ok=True)
+    except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
+        with contextlib.suppress(OSError):  # the folder, or the file itself, may be another kind of entry
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(f"The quantized weights cannot be written to {target}: {error}") from error
 
 
@@ -296,9 +308,9 @@ def load_quantized_model(model: nn.Module, path: str | os.PathLike[str]) -> nn.M
         MissingPackageError: torchao is not installed.
     """
     load_torchao(_PURPOSE)
-    support = _module("torchao.prototype.safetensors.safetensors_support")
+    support = _require("torchao.prototype.safetensors.safetensors_support")
     try:
-        with _module("safetensors").safe_open(path, "pt") as file:
+        with _require("safetensors").safe_open(path, "pt") as file:
             if "tensor_names" not in (file.metadata() or {}):
                 raise ValueError("it has no quantized weights. load_checkpoint_in_model reads files of float weights")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict

@@ -28,6 +28,8 @@ class WeightAveraging(Callback):
     the end of a complete fit the task contains the average. Every rank averages its own weights or shards, without
     communication. A checkpoint gathers the shards and copies the full training weights to rank 0's host.
 
+    A second fit with the same callback starts a new average, unless it resumes a checkpoint.
+
     Override `should_update` to choose the updates. The average has the dtype of the weights. In bfloat16, small changes
     of an average over many steps are lost to rounding.
 
@@ -110,6 +112,8 @@ class WeightAveraging(Callback):
             if loaded["num_averaged"]:
                 weights.restore(loaded["num_averaged"], current=loaded["current_model_state"])
         else:  # a new run, or one resumed from a checkpoint without an average, of which the Trainer warns
+            # A later fit of the same callback may begin at an earlier step: without the limit, no update would happen
+            # until the former step.
             self._latest_update_step = min(self._latest_update_step, trainer.state.step)
             self._latest_update_epoch = min(self._latest_update_epoch, trainer.state.epoch - 1)
         self._weights = weights

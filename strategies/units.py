@@ -44,7 +44,8 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
         min_num_params: Minimum number of parameters of a unit, without parameters of nested units.
 
     Raises:
-        ConfigurationError: No module has a requested class, or a unit is not a module of the task.
+        ConfigurationError: No module has a requested class, a module of it has no forward, an entry of the policy has
+            another type, or a unit is not a module of the task.
     """
     if min_num_params is not None:
         wanted = _by_size(task, min_num_params)
@@ -78,7 +79,7 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
 
 
 def _parents(task: nn.Module) -> dict[int, set[int]]:
-    """Return the id of each parameter, and of each module with parameters, with the ids of the modules around it."""
+    """Return the id of each parameter and module with parameters, with the ids of the modules directly around it."""
     parents: dict[int, set[int]] = {}
     for module in task.modules():
         for parameter in module.parameters(recurse=False):
@@ -183,7 +184,7 @@ def _by_torch_policy(task: nn.Module, policy: Callable[..., Any]) -> list[nn.Mod
     def num_in_units(module: nn.Module) -> int:
         """Return the number of a module's parameters that are in units."""
         total = sum(parameter.numel() for parameter in module.parameters())
-        # The policy is asked twice: whether to look at the children, and then about the rest of the module.
+        # The policy is called twice: whether to look at the children, and then about the rest of the module.
         if not policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
         in_children = sum(num_in_units(child) for child in module.children())

@@ -2,7 +2,7 @@
 
 `run`, `_epoch` and `_after_step` show the order of events in a fit. The engine computes a step
 (`strategies/steps/step.py`), `stage.py` sets up and tears down a stage, `schedule.py` decides when something is due,
-`non_finite.py` handles a NaN loss, and `checkpoints/saves.py` executes the requests of callbacks.
+`recovery/non_finite.py` handles a NaN loss, and `checkpoints/saves.py` executes the requests of callbacks.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class FitLoop:
         if stepped:
             self._step_monitored()
         if self._log_every.due(state):
-            run.logs.flush_step()  # the only host sync
+            run.logs.flush_step()  # waits for the device, as does `check_finite`
             loop.check_finite()
         no_batch_had_a_loss = not state.step_in_epoch and not run.progress.skipped_batches
         if no_batch_had_a_loss and run.task.automatic_optimization:
@@ -204,7 +204,7 @@ class FitLoop:
         return ends
 
     def _groups_until_due(self) -> int:
-        """Return the number of steps until `_after_step` must run again, at least 1. A stop request shortens it."""
+        """Return the number of groups until `_after_step` must run again, at least 1. A stop request shortens it."""
         run = self._run
         state = self._run.progress.state
         stop_is_pending = run.loop.stop != Stop.NOT  # until ranks exchange it, or until `min_epochs` is reached

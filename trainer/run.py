@@ -79,7 +79,7 @@ class StageRun:
         loop: the state of the training loop.
         evaluation: progress of an evaluation.
         logs: logged values and their receivers.
-        manual: manual optimization.
+        manual: gradients and steps of tasks with manual optimization.
         profiler: records actions of the stage.
         places, contents, saves, loads: folders, content, saving and loading of checkpoints.
         recovery: signals, rollbacks and errors.
@@ -399,7 +399,7 @@ class StageRun:
         return math.inf if num_batches is None else num_batches
 
     def num_batches(self, kind: str) -> list[int | float]:
-        """Return the batches of each loader of an evaluation on one rank. Empty before the loaders are created."""
+        """Return the number of batches of each loader of an evaluation on one rank. Empty before they are created."""
         data = self.data.evaluations.get(kind)
         return [] if data is None else data.num_batches
 

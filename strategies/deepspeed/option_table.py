@@ -58,7 +58,7 @@ DEEPSPEED = OptionTable(
         ),
         EngineOption(
             "zero3_save_16bit_model",
-            "Accepted.",
+            "Accepted without effect: checkpoints contain full weights at every stage.",
             read=as_flag,
             path=(_ZERO, "stage3_gather_16bit_weights_on_model_save"),
         ),

@@ -62,7 +62,8 @@ class FrozenEngines:
         names: The option `frozen_modules`: names of modules or of their classes.
 
     Raises:
-        ConfigurationError: A name matches no module, a module has a trained parameter, or contains another one.
+        ConfigurationError: A name matches no module, or a module has a trained parameter or contains another frozen
+            module.
     """
 
     def __init__(self, task: nn.Module, names: tuple[str, ...]) -> None:
@@ -232,7 +233,11 @@ class ZeroModel:
         return tensor.to(self.input_dtype) if tensor.is_floating_point() else tensor
 
     def check_trained(self) -> None:
-        """Check that no parameter was frozen or unfrozen after the engine was created. Not collective."""
+        """Check that no parameter was frozen or unfrozen after the engine was created. Not collective.
+
+        Raises:
+            TaskError: A parameter was frozen or unfrozen.
+        """
         for name, parameter, trained in self._flags:
             if parameter.requires_grad is not trained:
                 what = "frozen" if trained else "unfrozen"
@@ -305,7 +310,10 @@ def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 def collect_facts(
     model: nn.Module, plan: TrainingPlan, config: dict[str, Any], optimizer: Optimizer | None, *, dp_size: int
 ) -> RunFacts:
-    """Return the properties of a run that the configuration needs. Loads data only if it needs the batch size."""
+    """Return the properties of a run that the configuration needs.
+
+    Loads data only if it needs the batch size, or the number of steps for `"total_num_steps": "auto"`.
+    """
     trains = optimizer is not None
     needs_batch_size = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
     schedule = None

@@ -33,7 +33,9 @@ class TorchFTStep(AutomaticStep):
     Attributes:
         live: Connection to the live replicas. The replica sets it before the first training step. None in evaluations.
         _weight: Weight of this replica in the average of the current step: its number of micro-batches, or of items if
-            the task defines `num_items`, without padding.
+            the task defines `num_items`, without padding. Micro-batches of a group without padding are counted on one
+            rank, otherwise they are summed over the replica's ranks. Only the ratio of the replicas' weights matters:
+            all replicas have groups with padding at the same step, and equal numbers of ranks.
     """
 
     def __init__(self, parts: StepParts, replica: int) -> None:

@@ -34,8 +34,8 @@ def _save_config(name: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-_SHAPE = TrainingShape(sizes=(3000, *[500, 900, 40] * 3, 90), unit=1440, outside=3090, uses=2)
-_BUCKETS = ZeroBuckets(reduce=800, persistent=50, prefetch=600, reuse=900, live=1000)
+_SHAPE = TrainingShape(sizes=(3000, *[500, 900, 40] * 3, 90), largest_block=1440, outside_blocks=3090, num_uses=2)
+_BUCKETS = ZeroBuckets(reduce=800, persistent=50, prefetch=600, max_reuse_distance=900, max_live=1000)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_peaks_are_those_that_agreed_with_measured_ones(
 def test_peaks_of_a_split_model_are_those_that_agreed_with_measured_ones() -> None:
     split = [split_peak(_SHAPE, world_size=2, activation_bytes=10, logits_bytes=logits) for logits in (100, 20_000)]
     assert split == [142_560, 158_930]
-    stages = [_SHAPE, TrainingShape(sizes=(500, 700), unit=700, outside=500)]
+    stages = [_SHAPE, TrainingShape(sizes=(500, 700), largest_block=700, outside_blocks=500)]
     piped = [
         pipeline_peak(stages, num_micro_batches=num, activation_bytes=kept, sent_bytes=[100], foreach=foreach)
         for num, kept, foreach in ((1, [50_000, 9], False), (4, [50_000, 9], False), (4, [9, 9], True))
@@ -66,7 +66,7 @@ def test_peaks_of_a_split_model_are_those_that_agreed_with_measured_ones() -> No
 
 def test_a_shape_knows_blocks_from_what_is_around_them() -> None:
     sizes = {"embed.weight": 100, "layers.0.a.weight": 30, "layers.0.b": 5, "layers.1.a.weight": 40, "norm": 2}
-    assert shape_of(sizes) == TrainingShape(sizes=(100, 30, 5, 40, 2), unit=40, outside=102)
+    assert shape_of(sizes) == TrainingShape(sizes=(100, 30, 5, 40, 2), largest_block=40, outside_blocks=102)
 
 
 @of_transformers

@@ -199,6 +199,17 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         load_quantized_model(_Task(), path)
 
 
+@pytest.mark.parametrize("place", ["a file in the place of the folder", "a folder in the place of the file"])
+def test_quantized_weights_that_cannot_be_written_are_an_error(place: str, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "model.safetensors"
+    if place == "a file in the place of the folder":
+        path.parent.write_text("")
+    else:
+        path.with_name(".model.safetensors.tmp").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*model\.safetensors"):
+        quantize_model(_Task(), skip="net.0", path=path)
+
+
 def test_without_convert_the_task_stays_in_float_and_can_be_trained_further(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     callback = _callback(convert=False, path=path)

@@ -7,11 +7,12 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from tests.data.sources import Numbers, Resumable, flat, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, LoaderOptions, iterate_groups, prepare_loader
+from trainwright.data.combined import leaves_of
 
 
 def pair(mode: Any, long: int = 64, short: int = 16) -> CombinedLoader:
@@ -161,6 +162,16 @@ def test_padding_of_a_rank_that_no_member_reaches_is_the_first_batch() -> None:
     for mode, padding in (("sequential", 0), ("min_size", [0, 0])):
         loader = prepared(CombinedLoader([range(1), range(1)], mode), rank=2, world=3)
         assert next(loader.iterate()) == padding
+
+
+class _Table(Dataset[Any], dict[str, Any]):
+    """A data set that is also a mapping."""
+
+
+def test_a_data_set_that_is_also_a_mapping_is_one_leaf() -> None:
+    table = _Table(inputs=[1, 2], targets=[3, 4])
+    assert leaves_of([table]) == [table]
+    assert leaves_of(table) == [table]
 
 
 def test_no_member_or_no_loader_is_refused() -> None:

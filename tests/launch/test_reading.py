@@ -133,6 +133,8 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),
         (["--fp8_backend", "msamp", "{script}"], "fp8_backend='msamp' is unknown. Known: AO, TE. MS-AMP needs"),
         (["--num_machines", "2", "{script}"], "needs --machine_rank, --main_process_ip, --main_process_port too"),
+        (["--num_machines", "2", "--rdzv_backend", "c10d", "{script}"],
+         "--num_machines 2 needs --main_process_ip, --main_process_port too"),
         (["--num_machines", "2", "--num_processes", "3", "--machine_rank", "0", "--main_process_ip", "a",
           "--main_process_port", "1", "{script}"], "cannot be divided by --num_machines 2"),
         (["no_such.py"], "the script 'no_such.py' does not exist"),

@@ -94,13 +94,13 @@ class Loads:
             FileNotFoundError, ConfigurationError, CheckpointError: see `CheckpointSearch` and `Opened.read`.
             ConfigurationError: the checkpoint has completed more epochs than the fit may run.
         """
-        # A launcher that restarts the job runs the same `fit(…)` again. The checkpoint of the interrupted attempt has
-        # priority over the `ckpt_path` that the script passes, from which the first attempt began.
         stage = self._stage
         processes = self._engine.processes
         attempt = self._contents.attempt
         assert stage is not None
         folder = self._places.run_folder
+        # A launcher that restarts the job runs the same `fit(…)` again. The checkpoint of the interrupted attempt has
+        # priority over the `ckpt_path` that the script passes, from which the first attempt began.
         of_earlier_attempt: FoundCheckpoint | None = None
         if self._engine.is_main:
             if stage == "fit" and not is_trial and self._places.folder.is_dir():
@@ -430,8 +430,9 @@ def _first_names(names: Sequence[str]) -> str:
 class Entries:
     """The entries of a checkpoint's trainer part, with the rules for missing entries.
 
-    - An entry that every checkpoint has: if it is missing, an error, unless `allowed` names it.
-    - The state of a data module that the user has added since: the same.
+    - An entry without which no run can be resumed (see `required`): if it is missing, an error.
+    - Another entry that every checkpoint has (see `take`): if it is missing, an error, unless `allowed` names it.
+    - The state of a data module that the user has added since: the same as for `take`.
     - The state of something else that the user has added, such as a callback, a logger or another precision: it starts
       from scratch with a warning, or without one if `allowed` names its kind.
     - The state of something that the user has removed: ignored with a warning, for loggers without one.

@@ -88,10 +88,11 @@ def parity(argv: Sequence[str]) -> int:
                 configs=[str(config) for config in configs],
                 assignments=line.assignments,
             )
-            runs.append(_run(plan, label, Path(folder, f"{i}")))
-            if isinstance(runs[0], str):  # the reference
-                print(f"{label} could not train, so that there is no reference: {runs[0]}")
+            run = _run(plan, label, Path(folder, f"{i}"))
+            if i == 0 and isinstance(run, str):  # the reference
+                print(f"{label} could not train, so that there is no reference: {run}")
                 return 1
+            runs.append(run)
         return _report(runs, [label for label, _ in strategies], wanted)
 
 
@@ -114,10 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", metavar="CLASS", help="data module, if the task has no data of its own")
     parser.add_argument("--steps", type=_count, default=5, help="optimizer steps (default: 5)")
-    parser.add_argument("--devices", type=_count, default=2, help="processes of each strategy that can run several")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--devices", type=_count, default=2, help="processes of each strategy that can run several (default: 2)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: 0)")
     parser.add_argument("--atol", type=_bound, help="allowed: atol + rtol × largest element (default: by precision)")
-    parser.add_argument("--rtol", type=_bound)
+    parser.add_argument("--rtol", type=_bound, help="relative part of the bound; see --atol (default: by precision)")
     return parser
 
 
@@ -167,8 +170,8 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
 def _read_strategies(text: str) -> list[tuple[str, str]]:
     """Return the text of each strategy in the option, with the strategy's import path or registry name.
 
-        "ddp,my.py:Mine,megatron:tp=2"
-        [("ddp", "ddp"), ("my.py:Mine", "my:Mine"), ("megatron:tp=2", "megatron:tp=2")]
+    For example, `"ddp,my.py:Mine,megatron:tp=2"` returns
+    `[("ddp", "ddp"), ("my.py:Mine", "my:Mine"), ("megatron:tp=2", "megatron:tp=2")]`.
 
     Raises:
         ConfigurationError: a name or an option is unknown, or there are fewer than two strategies.

@@ -25,7 +25,7 @@ _WIDTHS = "{:<36}{:>11}{:>11}{:>10}{:>9}  {}"
 
 
 class TrialError(TrainwrightError):
-    """A trial run that failed. The message is the last line of its error."""
+    """A trial run that failed. The message is that of its last exception, or its exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +349,8 @@ def _proposed(row: TriedChange, advice: str) -> TriedChange:
 def _last_error(stderr: str) -> str:
     """Return the message of the last line that names an exception, such as `RuntimeError: …`, or an empty text.
 
-    The notes of an exception follow that line, and have no name in front. A line of `trainwright` itself is
-    `trainwright: error: …`.
+    The notes of an exception follow that line. Usually they have no name in front: a note such as `Hint: …` is returned
+    instead of the message. A line of `trainwright` itself is `trainwright: error: …`.
     """
     lines = [line for line in stderr.splitlines() if re.match(r"[\w.]+: ", line)]
     return lines[-1].removeprefix("trainwright: error: ") if lines else ""

@@ -113,10 +113,13 @@ class PreparedCombined(PreparedLoader):
         for member in self._members:
             member.use(replace(options, lockstep=False))
         super().use(options)
+        # Fields of the base class, which needs the options of all members for them.
         self._counts = self._count()
         self._fewest = min(self._counts or [0])
 
     def samples_in_round(self, batch: int) -> int | None:
+        # In the other modes, the members do not read their batch number `batch` in this round: "sequential" reads a
+        # single member, and "max_size_cycle" may be in a later pass of one.
         if self.raw.mode not in ("min_size", "max_size"):
             return None
         total = 0
@@ -239,8 +242,8 @@ class PreparedCombined(PreparedLoader):
         for index, member in enumerate(self._members):
             if mode == "max_size_cycle":
                 if resumed and member.stateful:
-                    # The member's restored state is the position within the pass. `start_batch` is then only a number
-                    # other than 0, as for any resumed pass.
+                    # The restored state already contains the position. `start_batch` only tells `cycle` that the pass
+                    # is resumed, so any number except 0 would do.
                     cycles[index] = resumed["cycles"][index]
                     place = start_batch
                 else:
@@ -314,7 +317,7 @@ class _Rounds:
             ended: True for each member that has ended at least once. Default: None, no member.
             cycles: number of the current pass of each member, 0-based. Default: None, 0 for each.
             limit: maximum number of trees. Default: None, no limit.
-            most_empty: a member without a batch in so many successive passes is an error. Default: 1.
+            most_empty: number of successive passes without a batch after which a member is an error. Default: 1.
         """
         self._tree = tree
         self._mode = mode
@@ -380,21 +383,21 @@ def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
     def map_entry(entry: object) -> Any:
         return fn(entry) if is_list_of_values(entry) else map_leaves(fn, entry)
 
+    if not is_tree(tree):
+        return fn(tree)
     if isinstance(tree, Mapping):
         return {key: map_entry(value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named tuple
         return type(tree)(*map(map_entry, tree))
     if isinstance(tree, tuple):
         return type(tree)(map(map_entry, tree))
-    if is_tree(tree):
-        return list(map(map_entry, tree))
-    return fn(tree)
+    return list(map(map_entry, tree))
 
 
 def is_tree(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
-    """Return whether `map_leaves` visits the entries of an object: a tuple, list or dict, but not a data set.
+    """Return whether `map_leaves` visits the entries of an object: a tuple, mutable sequence or mapping.
 
-    Other sequences, such as a range, are loaders or data sets themselves.
+    Data sets are never trees. Other sequences, such as a range, are loaders or data sets themselves.
     """
     return isinstance(tree, (tuple, MutableSequence, Mapping)) and not isinstance(tree, Dataset)
 

@@ -238,7 +238,7 @@ class _KeptPart(ByShardMethod):
 
 
 class KeptStream(IterableDataset[Any]):
-    """Wrapper of a data set with a state, in a loader worker. Its state also records if the data set has ended.
+    """Wrapper of a data set with a state, in a loader worker. Its state also records whether the data set has ended.
 
     After a resume, torchdata (0.11) requests another batch from a worker whose data set had ended before the save. A
     data set that resets its position at its end would then restart and repeat samples.

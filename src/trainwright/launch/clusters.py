@@ -47,7 +47,12 @@ _ENGINES = {"Slurm": "slurm", "MPI": "mpi", "Ray": "ray", "Kubernetes": "kuberne
 
 
 def check_cluster(config: LaunchConfig) -> None:
-    """Raise ConfigurationError if an option needs another engine (`--slurm`, `--mpi`, …), or lacks one."""
+    """Check the options of an engine (`--slurm`, `--mpi`, …).
+
+    Raises:
+        ConfigurationError: An option needs another engine or has no effect with this one, `--num_processes` is
+            missing, `--slurm_option` or the hostfile is not valid, or the output folder does not exist.
+    """
     engine = config.engine
     for name, value in config.set_options().items():
         required_engine = _ENGINES.get(known_options()[name].group, engine)
@@ -71,7 +76,7 @@ def check_cluster(config: LaunchConfig) -> None:
         if not option.startswith("-"):
             raise ConfigurationError(f"--slurm_option {option}: expected an option of sbatch, such as --exclusive.")
     folder = Path(config.slurm_output or "").parent
-    # An absolute folder may exist on the machines of the job only, and Slurm replaces %j by the number of the job.
+    # An absolute folder may exist only on the machines of the job, and Slurm replaces %j by the number of the job.
     is_known_later = config.print or folder.is_absolute() or "%" in str(folder)
     if not is_known_later and not folder.is_dir():
         raise ConfigurationError(

@@ -156,9 +156,8 @@ def _check_machines(config: LaunchConfig, machines: int) -> None:
     required = ["main_process_ip", "main_process_port"]
     if config.rdzv_backend != "c10d":  # which assigns the ranks itself
         required.insert(0, "machine_rank")
-    if any(getattr(config, name) is None for name in required):
-        names = ("machine_rank", "main_process_ip", "main_process_port")
-        missing = [f"--{name}" for name in names if getattr(config, name) is None]
+    missing = [f"--{name}" for name in required if getattr(config, name) is None]
+    if missing:
         raise ConfigurationError(f"--num_machines {machines} needs {', '.join(missing)} too.")
     if (config.machine_rank or 0) >= machines:
         raise ConfigurationError(f"--machine_rank {config.machine_rank}: ranks are 0 to {machines - 1}.")
@@ -187,7 +186,11 @@ def _check_script(script: str) -> None:
 
 
 def _process_counts(config: LaunchConfig) -> tuple[int, int]:
-    """Return the number of processes on this machine, and on all machines."""
+    """Return the number of processes on this machine, and on all machines.
+
+    Raises:
+        ConfigurationError: This machine has fewer devices than the requested number of processes.
+    """
     machines = config.num_machines or 1
     requested = None
     if config.num_processes is not None:
@@ -352,7 +355,7 @@ def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
         result += ["--node-rank", str(config.machine_rank)]
         return [*result, "--master-addr", str(config.main_process_ip), "--master-port", str(port)]
     if port and is_busy(port):
-        # No other machine needs the port, so that another one is as good.
+        # No other machine needs the port, so any free port will do.
         print(f"trainwright launch: port {port} is in use; a free one is chosen.", file=sys.stderr)
         port = None
     if port:

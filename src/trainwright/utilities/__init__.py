@@ -1,4 +1,4 @@
-"""Small helpers with the names of Lightning's `utilities`; each is defined in its own module.
+"""Small helpers with the names of Lightning's `utilities`, most of them defined in other modules.
 
 `rank_zero_only`, `rank_zero_info`, `rank_zero_warn` and `rank_zero_deprecation` act on the main process, `grad_norm`
 and `measure_flops` measure a model, `move_data_to_device` moves a batch, `CombinedLoader` reads several loaders, and

@@ -37,7 +37,9 @@ class _Loader(RoundLoader):
         use_stateful_dataloader: Accepted without effect: each of these loaders has a state.
         iteration: The epoch (0-based) of the next pass. A complete pass increments it.
         end_of_dataloader: True once the newest pass has returned its last batch.
-        remainder: Samples of a pass's last batch on all processes. 0 if it is full. -1 if unknown or dropped.
+        remainder: Samples of an incomplete last batch over all processes. 0 if the last batch is full. -1 if the length
+            is unknown, or if an incomplete batch is dropped. `DataLoaderDispatcher` replaces it by the number of
+            samples of the last round, full or not, once that round is read.
     """
 
     def __init__(
@@ -157,9 +159,9 @@ class DataLoaderShard(_Loader):
         synchronized_generator: The generator that `"generator"` in `rng_types` refers to. Default: None.
         skip_batches: Number of batches that are skipped at the beginning of each pass. Default: 0.
         use_stateful_dataloader: Accepted without effect: the loader has `state_dict` and `load_state_dict`.
-        _drop_last: The data set or sampler drops an incomplete last batch, so that `remainder` is -1. Default: False.
+        _drop_last: The data set or sampler drops an incomplete last batch. Default: False.
         _non_blocking: Copy batches to the device asynchronously. Default: False.
-        torch_device_mesh: Accepted without effect: `num_processes` and `process_index` say which batches are read.
+        torch_device_mesh: Accepted without effect: the data set or the sampler determines which batches are read.
         iteration: The epoch (0-based) of the first pass. Default: 0.
         dataset, **kwargs: Arguments of `DataLoader`.
     """
@@ -351,7 +353,8 @@ def prepare_data_loader(
     `Accelerator.prepare` returns other loaders: their order depends only on a seed, and no sample is repeated.
 
     Args:
-        dataloader: A DataLoader. A random sampler without a generator receives a generator.
+        dataloader: A DataLoader. With several processes that read the data themselves, a random sampler without a
+            generator receives one, except with `use_seedable_sampler`.
         num_processes: Number of processes. Default: the number of the script's processes.
         process_index: Index of the process. Default: the index of this process.
         split_batches: The batch size is the total over all processes. Default: False.
@@ -379,44 +382,99 @@ def prepare_data_loader(
     group_size = _num_with_equal_batches(torch_device_mesh)
     world = (state.num_processes if num_processes is None else num_processes) // group_size
     index = (state.process_index if process_index is None else process_index) // group_size
-    # The sampler of batches, and its sampler of indices. None for data without indices.
+    # None for data without indices.
     batches: Any = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     if split_batches:
         check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
-    sampler = getattr(batches, "sampler", None)
-    if use_seedable_sampler and isinstance(sampler, RandomSampler):
-        sampler = SeedableRandomSampler(
-            sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
-        )
-        batches = copy.copy(batches)  # the user's loader keeps its order
-        batches.sampler = sampler
-    size = dataloader.batch_size
-    generator = None  # of `rng_types`, if this process's order depends on one
+    if use_seedable_sampler:
+        batches = _with_seedable_sampler(batches, data_seed)
+    part = _Part(dataset, batches, dataloader.batch_size)
     if world > 1 and not dispatches:
-        if is_iterable and _has_hub_shards(dataset, world) and not split_batches:
-            dataset = dataset.shard(num_shards=world, index=index)
-        elif is_iterable:
-            generator = getattr(dataset, "generator", None)
-            dataset = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, world, index, split_batches)
-            if split_batches and size:
-                size //= world
-        elif batches is None:
-            raise ConfigurationError("prepare_data_loader divides batches: give the DataLoader a batch size.")
-        else:
-            generator = None if use_seedable_sampler else _generator_of(sampler)
-            batches = BatchSamplerShard(batches, world, index, split_batches, even_batches)
-    if rng_types is not None and generator is None:
-        rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
+        part = _divided(
+            part,
+            world,
+            index,
+            drop_last=dataloader.drop_last,
+            split_batches=split_batches,
+            even_batches=even_batches,
+            is_seedable=use_seedable_sampler,
+        )
     options = fetch_options(dataloader)
-    options |= _batching(dataloader, batches, size)
+    options |= _batching(dataloader, part.batches, part.size)
     options["_drop_last"] = dataloader.drop_last
     options["_non_blocking"] = non_blocking
     options["use_stateful_dataloader"] = use_stateful_dataloader
     if dispatches:
         options |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
-        return DataLoaderDispatcher(dataset, split_batches, **options)
-    place = device if put_on_device else None
-    return DataLoaderShard(dataset, place, rng_types, generator, **options)
+        return DataLoaderDispatcher(part.dataset, split_batches, **options)
+    synchronized = rng_types
+    if rng_types is not None and part.generator is None:
+        synchronized = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
+    target_device = device if put_on_device else None
+    return DataLoaderShard(part.dataset, target_device, synchronized, part.generator, **options)
+
+
+class _Part(NamedTuple):
+    """The data of one process.
+
+    Attributes:
+        dataset: The data set, or the process's part of it.
+        batches: The sampler of batches. None for data without indices or batches.
+        size: Samples of one batch of an iterable data set. None without batches.
+        generator: The generator of the order, to which `"generator"` in `rng_types` refers. None if there is no such
+            generator, or if it need not be synchronized.
+    """
+
+    dataset: Any
+    batches: Any
+    size: int | None
+    generator: torch.Generator | None = None
+
+
+def _with_seedable_sampler(batches: Any, data_seed: int | None) -> Any:
+    """Return a sampler of batches with a `SeedableRandomSampler` instead of a random sampler."""
+    sampler = getattr(batches, "sampler", None)
+    if not isinstance(sampler, RandomSampler):
+        return batches
+    batches = copy.copy(batches)  # the user's loader keeps its order
+    batches.sampler = SeedableRandomSampler(
+        sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
+    )
+    return batches
+
+
+def _divided(
+    whole: _Part,
+    world: int,
+    index: int,
+    *,
+    drop_last: bool,
+    split_batches: bool,
+    even_batches: bool,
+    is_seedable: bool,
+) -> _Part:
+    """Return the part of process `index` of `world` processes that read the data themselves."""
+    dataset = whole.dataset
+    is_iterable = isinstance(dataset, IterableDataset)
+    if is_iterable and not split_batches and _has_hub_shards(dataset, world):
+        # Each process reads only its own files.
+        return whole._replace(dataset=dataset.shard(num_shards=world, index=index))
+    if is_iterable:
+        # Each process reads all samples and keeps its own. The order must be the same on all processes.
+        shard = IterableDatasetShard(dataset, whole.size or 1, drop_last, world, index, split_batches)
+        size = whole.size
+        if split_batches and size:
+            size //= world
+        return whole._replace(dataset=shard, size=size, generator=getattr(dataset, "generator", None))
+    if whole.batches is None:
+        raise ConfigurationError("prepare_data_loader divides batches: give the DataLoader a batch size.")
+    # Each process draws all indices and keeps those of its batches. A `SeedableRandomSampler` draws the same indices on
+    # all processes.
+    generator = None
+    if not is_seedable:
+        generator = _generator_of(getattr(whole.batches, "sampler", None))
+    batches = BatchSamplerShard(whole.batches, world, index, split_batches, even_batches)
+    return whole._replace(batches=batches, generator=generator)
 
 
 def _batching(loader: DataLoader[Any], batches: object, size: int | None) -> dict[str, Any]:

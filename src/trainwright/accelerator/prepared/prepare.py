@@ -63,7 +63,7 @@ class LoopPlan:
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
     train_batch_size: int | None
-    estimated_stepping_batches: int | float = math.inf  # nobody knows how long the user's loop runs
+    estimated_stepping_batches: int | float = math.inf  # the length of the user's loop is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +148,13 @@ class PreparedObjects:
 
     @functools.cached_property
     def _known(self) -> WeakValueDictionary[int, Any]:
-        """The prepared objects by the id of the user's object. A user's object may have no hash or be no weak key.
+        """The prepared objects by the id of the user's object, which may not be hashable or weakly referenceable.
 
         It is created at its first use, because the lists are empty or incomplete while an Accelerator is unpickled.
         """
         known: WeakValueDictionary[int, Any] = WeakValueDictionary()
         for prepared in (*self.models, *self.optimizers, *self.schedulers, *self.dataloaders):
-            original = prepared_from(prepared)
+            original = original_of(prepared)
             if original is None:  # a model that the loop calls as it is
                 original = prepared
             known[id(original)] = prepared
@@ -260,7 +260,7 @@ class PreparedObjects:
             elif isinstance(model, AcceleratedModel) and model.prepared.call is not original:
                 # Another Accelerator has joined the processes for this model, which is done once.
                 model.release()
-                results[i] = self._once(original, self.models, partial(self._around, original, model.prepared))
+                results[i] = self._once(original, self.models, partial(self._wrapped_model, original, model.prepared))
             else:
                 is_dispatched = self._check_placement(original, placed, evaluation_mode)
                 new.append(_NewModel(i, original, moves=placed and not is_dispatched))
@@ -281,7 +281,7 @@ class PreparedObjects:
             else:  # the user or a device map has placed it
                 prepared = PreparedModel.unchanged(one.model)
             self.run_group = self.run_group or prepared.run_group
-            results[one.index] = self._once(one.model, self.models, partial(self._around, one.model, prepared))
+            results[one.index] = self._once(one.model, self.models, partial(self._wrapped_model, one.model, prepared))
         return results
 
     def _prepare_by_engine(self, models: Sequence[nn.Module], schedules: Sequence[Any] = ()) -> Prepared:
@@ -326,7 +326,11 @@ class PreparedObjects:
         )
 
     def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
-        """Return whether `dispatch_model` has placed the model. Raise an error if several processes would train it."""
+        """Return whether `dispatch_model` has placed the model over several devices.
+
+        Raises:
+            ConfigurationError: Several processes would train such a model, or one that is not on the process's device.
+        """
         is_dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         is_trained_by_several = self._state.num_processes > 1 and not evaluation_mode
         if is_trained_by_several and (is_dispatched or not placed):
@@ -337,7 +341,7 @@ class PreparedObjects:
             )
         return is_dispatched
 
-    def _around(self, model: nn.Module, prepared: PreparedModel) -> nn.Module:
+    def _wrapped_model(self, model: nn.Module, prepared: PreparedModel) -> nn.Module:
         """Return the wrapper of a model. Return the model if calls of it need no wrapper."""
         call = self._engine.compile_model(model, prepared.call)
         if self.megatron is not None:
@@ -477,7 +481,7 @@ class PreparedObjects:
         """
         if isinstance(value, SkippedStart):
             value = value.loader
-        original = prepared_from(value)
+        original = original_of(value)
         is_ours = self._known.get(id(original)) is value
         return value if original is None or is_ours else original
 
@@ -497,7 +501,7 @@ def _text(parameter: _ParameterFacts | None) -> str:
     return f"{parameter.name!r} ({'×'.join(map(str, parameter.shape))}, {parameter.dtype}{frozen})"
 
 
-def prepared_from(value: object) -> Any:
+def original_of(value: object) -> Any:
     """Return the user's object from which an object was prepared, or None for an object that is not prepared."""
     if isinstance(value, AcceleratedModel):
         return value.module

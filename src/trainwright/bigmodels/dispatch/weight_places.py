@@ -245,7 +245,7 @@ class WeightPlaces:
         replaced = replaced_weight(weight.tensor)
         if replaced is not None and replaced.value is not None:
             return replaced.value, replaced.span
-        # The first name, under which `_write` stores a tied weight. Another one may be left from another model.
+        # The first name is tried first, because `_write` stores a tied weight under it.
         for name in weight.names:
             if name in self._on_disk:
                 return self._on_disk.on_disk(name)

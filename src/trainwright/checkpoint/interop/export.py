@@ -168,6 +168,7 @@ def export_weights(
         dtype: `"fp32"`, `"fp16"` or `"bf16"` for all floating-point tensors except 1-byte dtypes. Default: None, which
             changes no dtype.
         max_shard_bytes: maximum total size of the tensors in one shard. A larger tensor gets its own shard.
+            Default: 5 GB.
         expand_tied: write a tied weight under each of its names. Default: False, which writes it under the first name
             and stores `{other name: first name}` in the metadata, like `safetensors.torch.save_model`.
         check: first compare the hashes of the model's files with the checkpoint's manifest. False compares only their
@@ -354,7 +355,7 @@ def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]
 
 
 def _converted(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Yield the values to write. Without a conversion, only their bytes are those of `tensor.like`; see `read`."""
+    """Yield the values to write. Without a conversion, the dtype may differ from that of `tensor.like`; see `read`."""
     value = tensor.read()
     if tensor.write_as is not None:
         value = value.to(EXPORT_DTYPES[tensor.write_as])

@@ -67,11 +67,13 @@ def local_folder(root: Path, url: str) -> Path:
 
 @contextlib.contextmanager
 def mark_in_use(folder: Path) -> Iterator[None]:
-    """Mark `folder` as in use by this process until the context or the process ends; see `is_in_use`."""
+    """Mark `folder` as in use by this process until the context or the process ends; see `is_in_use`.
+
+    On a file system without locks, and on Windows, the folder is not marked: a cleaner may delete it at any time.
+    """
     with _lockable(folder) as lock:
-        # A file system without locks only loses the protection against a cleaner that runs at the same moment.
-        with contextlib.suppress(OSError):
-            lock("LOCK_SH")
+        # `is_in_use` of another process locks the folder for a moment.
+        _lock_within(lock, "LOCK_SH", patience_s=1.0)
         yield
 
 
@@ -84,15 +86,7 @@ def lock_folder(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
     context is entered without the lock immediately.
     """
     with _lockable(folder) as lock:
-        end = time.monotonic() + patience_s
-        while time.monotonic() < end:
-            try:
-                lock("LOCK_EX")
-                break
-            except BlockingIOError:  # another process has the lock
-                time.sleep(0.002)
-            except OSError:  # a file system without locks
-                break
+        _lock_within(lock, "LOCK_EX", patience_s)
         yield
 
 
@@ -106,6 +100,19 @@ def is_in_use(folder: Path) -> bool:
         except OSError:  # a file system without locks
             return False
         return False
+
+
+def _lock_within(lock: Callable[[str], None], kind: str, patience_s: float) -> None:
+    """Call `lock(kind)` until it succeeds, for at most `patience_s` seconds. Return also without the lock."""
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        try:
+            lock(kind)
+            return
+        except BlockingIOError:  # another process has the lock
+            time.sleep(0.002)
+        except OSError:  # a file system without locks
+            return
 
 
 @contextlib.contextmanager

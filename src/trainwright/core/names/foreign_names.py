@@ -199,10 +199,10 @@ _LIGHTNING = {
     "UnrepeatedDistributedSampler": "evaluations read each sample once; delete the use.",
     "UnrepeatedDistributedSamplerWrapper": "evaluations read each sample once; delete the use.",
     "convert_zero_checkpoint_to_fp32_state_dict": "run trainwright checkpoint convert.",
-    **_each("plugins", "strategies, precision and launchers are arguments of Trainer."),
-    **_each("accelerators", "pass Trainer(accelerator='cpu'), 'gpu' or 'auto'."),
-    **_each("loops", "override hooks of TaskModule, or keep your own loop with trainwright.Accelerator."),
-    **_each("demos", "import the models and data sets from trainwright.utilities.boring_classes."),
+    "plugins": "strategies, precision and launchers are arguments of Trainer.",
+    "accelerators": "pass Trainer(accelerator='cpu'), 'gpu' or 'auto'.",
+    "loops": "override hooks of TaskModule, or keep your own loop with trainwright.Accelerator.",
+    "demos": "import the models and data sets from trainwright.utilities.boring_classes.",
     "Fabric": "use trainwright.Accelerator: prepare() for setup() and setup_dataloaders(), accelerator.backward(loss).",
     **_each("find_shared_parameters set_shared_parameters", "use find_tied_parameters and retie_parameters."),
     **_each(
@@ -298,12 +298,13 @@ def missing(module: str, name: str, public: Iterable[str]) -> Exception:
 
     It is an AttributeError, whose text Python would replace in `from module import name`; there it is an ImportError.
     """
-    text = f"module {module!r} has no attribute {name!r}."
+    text = f"module {module!r} has no attribute {name!r}"
     advice = None if name.startswith("_") else answer(name)
+    hint = nearest(name, public)  # " Did you mean …", or an empty text
     if advice:
-        text = f"{text} {advice}"
-    else:
-        text = text.removesuffix(".") + nearest(name, public).replace(" Did", ". Did", 1)
+        text = f"{text}. {advice}"
+    elif hint:
+        text = f"{text}.{hint}"
     return ImportError(text, name=module) if _importing() else AttributeError(text, name=name)
 
 
