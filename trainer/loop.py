@@ -150,7 +150,7 @@ class FitLoop:
                 for hook in hooks.on_train_step_end:
                     hook(trainer, task, loop.last_step)
                 epoch_is_complete = group.is_last
-                loop.steps_until_check -= 1  # 0 before this step: check now
+                loop.steps_until_check -= 1  # negative if it was 0 before this step, which requests a check
                 if (epoch_is_complete or loop.steps_until_check < 0) and self._after_step(group, stepped):
                     break
         except SkipRestOfEpoch:

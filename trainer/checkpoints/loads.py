@@ -253,7 +253,7 @@ class Loads:
             generators = [snapshot.rng[rank] for rank in members]
         if len(generators) == ranks.size:
             to_restore.append(partial(_set_generators, path, generators[ranks.rank], self._engine.device))
-        elif "rng" not in snapshot.missing:  # `allow_missing` would have warned already
+        elif "rng" not in snapshot.missing:  # otherwise, `allow_missing` has led to a warning already
             why = "holds no generator states"
             if snapshot.rng:
                 num_data_ranks = len(members) if members else snapshot.world_size
