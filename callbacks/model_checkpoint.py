@@ -243,7 +243,7 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
-        """Return the path of a checkpoint in `dirpath`, or its name if there is no `dirpath`.
+        """Return the path of a checkpoint in `dirpath`, or its name without a `dirpath`.
 
         Args:
             metrics: values for the template's fields. A missing value is written as `nan`.

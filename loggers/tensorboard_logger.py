@@ -158,7 +158,7 @@ class TensorBoardLogger(VersionedLogger):
         Runs `model.forward` several times in evaluation mode, because torch.jit.trace also checks the trace.
 
         Raises:
-            ConfigurationError: there is no input to trace with.
+            ConfigurationError: no input to trace with is known.
         """
         if input_array is None:
             input_array = getattr(model, "example_input_array", None)

@@ -20,8 +20,8 @@ class EngineOption:
         name: Field of the plugin. For options that only the launcher reads, the name of the flag.
         help: Help text of the flag, one sentence.
         read: Converts the text of the flag or variable. Raises ValueError for an invalid text.
-        flag: Name of the option of `trainwright launch`. None: there is no flag.
-        variable: Environment variable. None: there is no variable.
+        flag: Name of the option of `trainwright launch`. None: no flag sets the option.
+        variable: Environment variable. None: no variable sets it.
         choices: The values that the launcher accepts. Empty: any.
         other: Advice for values that are not in `choices`.
         path: Keys of the option in the engine's own configuration, if it has one.

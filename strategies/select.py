@@ -157,7 +157,7 @@ def select_for_loop(
     """Select the strategy of a user-written loop, whose processes are started by a launcher.
 
     Args:
-        strategy: A strategy or its name. `"auto"` selects one process if there is no launcher.
+        strategy: A strategy or its name. `"auto"` selects one process without a launcher.
         cpu: Use the CPU even if there is an accelerator.
         precision: Precision of the forward.
         compile: Arguments of `torch.compile`, and `regional`. None disables compilation.

@@ -240,7 +240,7 @@ def check_compilable(units: list[nn.Module]) -> None:
     """Check that there are units to compile.
 
     Raises:
-        ConfigurationError: There are no units.
+        ConfigurationError: No units were found.
     """
     if not units:
         raise ConfigurationError(
@@ -257,7 +257,7 @@ def check_blocks(task: nn.Module, blocks: list[nn.Module]) -> None:
         blocks: The result of `repeated_blocks`.
 
     Raises:
-        ConfigurationError: There are no repeated blocks.
+        ConfigurationError: The model has no repeated blocks.
     """
     if not blocks:
         raise ConfigurationError(

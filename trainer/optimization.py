@@ -227,7 +227,7 @@ class Schedules:
 
     Args:
         configs: the schedules. With manual optimization the task steps them itself.
-        task: the task, whose `lr_scheduler_step` is called; None if there are no schedules.
+        task: the task, whose `lr_scheduler_step` is called; None without schedules.
 
     Attributes:
         configs: see above. Also contains the schedules that the task steps itself.

@@ -412,7 +412,7 @@ class StageRun:
     def estimated_stepping_batches(self) -> int | float:
         """Total number of optimizer steps of `fit` by `max_epochs` and `max_steps`.
 
-        Infinite without `max_steps` if there is no `max_epochs` or the loader has no length. Learning-rate schedules in
+        Infinite without `max_steps` if `max_epochs` is None or the loader has no length. Learning-rate schedules in
         `configure_optimizers` may need it. Creates the training loader if necessary.
         """
         limits = self.settings.limits

@@ -37,7 +37,7 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
 
     Raises:
         ArgumentTypeError: `task` is not a TaskModule.
-        FileNotFoundError: there is no checkpoint at the path.
+        FileNotFoundError: the path has no checkpoint.
         ConfigurationError, CheckpointError: an argument or the checkpoint is invalid.
     """
     check_task(

@@ -76,7 +76,7 @@ class Trainer(LightningNames):
         callbacks: a callback or several.
         fast_dev_run: run this many batches (True: 1) of each loader once, without logs and checkpoints.
         max_epochs: `fit` ends after this many epochs, or at the first other limit that is reached. Default: None, which
-            is 1,000 if there is no other limit.
+            is 1,000 without another limit.
         max_steps: `fit` ends after this many optimizer steps. Default: -1, no limit.
         max_time: `fit` ends after this time, such as `"2 h"`. Default: None, no limit.
         max_samples: `fit` ends after this many samples of all ranks. Default: None, no limit.

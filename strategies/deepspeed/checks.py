@@ -117,7 +117,7 @@ def _needs_cpu_optimizer(optimizer: Optimizer, config: EngineConfig) -> bool:
 
 
 def _adamw_mode(optimizer: Optimizer) -> bool | None:
-    """Return the `adamw_mode` of the equal DeepSpeedCPUAdam, or None if there is no equal one."""
+    """Return the `adamw_mode` of the equal DeepSpeedCPUAdam, or None if no such mode exists."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
     if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):

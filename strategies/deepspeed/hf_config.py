@@ -41,7 +41,7 @@ class HfDeepSpeedConfig:
         return f"{type(self).__name__}({self.config!r})"
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the innermost dict of a dotted key (None if there is no such dict), and the key's last part."""
+        """Return the innermost dict of a dotted key (None if it does not exist), and the key's last part."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for part in path:

@@ -256,7 +256,7 @@ class FSDPStrategy(DataParallel):
             )
 
     def _obstacle_to_float8_gather(self) -> str | None:
-        """Return the argument with which `Float8Gather` does not work. None if there is no such argument."""
+        """Return the argument with which `Float8Gather` does not work. None if all are fine."""
         if self.cpu_offload:
             return f"cpu_offload={self.cpu_offload!r}"
         if type(self.reshard_after_forward) is int:  # a number of ranks; not a bool

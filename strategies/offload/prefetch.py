@@ -33,7 +33,7 @@ MIN_BUDGET_BYTES = 64 * 2**20
 _QUICK_S = 100e-6
 _QUICK_BYTES_PER_S = 10e9
 _QUICK_IN_A_ROW = 16
-_NO_UNIT = -1  # in the place of a unit's number: no unit was used before, or no unit is predicted
+_NO_UNIT = -1  # stands for a unit's number: no unit was used before, or no unit is predicted
 _MAX_THREADS = 64  # more threads than this have probably ended
 
 # All readers, with the conditions that they wait for, so that the interpreter's exit can end them.

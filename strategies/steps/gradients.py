@@ -236,7 +236,7 @@ def loss_of(output: Any, origin: str) -> torch.Tensor | None:
         The loss (0-dim). None if the micro-batch is skipped.
 
     Raises:
-        TaskError: There is no loss, or the loss is not a scalar or has no graph.
+        TaskError: The loss is missing, not a scalar or has no graph.
     """
     if output is None:
         return None

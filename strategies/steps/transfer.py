@@ -47,7 +47,7 @@ def make_transfer(
 ) -> Callable[..., Any] | None:
     """Return a function `transfer(batch, dataloader_idx=0)`.
 
-    Return None on the CPU, if there are no transfer hooks, no cast of inputs and no `placed`.
+    Return None on the CPU without transfer hooks, a cast of inputs and `placed`.
 
     Args:
         task: The task, whose transfer hooks have precedence.

@@ -137,7 +137,7 @@ def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
         The request, with the opened checkpoint.
 
     Raises:
-        FileNotFoundError: there is no checkpoint at the path.
+        FileNotFoundError: the path has no checkpoint.
         CheckpointError: its manifest is damaged and must not be skipped, or `fit` would resume from weights only.
     """
     if request.ckpt_path in (None, "last", "best") or is_url(request.ckpt_path):

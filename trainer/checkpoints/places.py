@@ -140,14 +140,14 @@ class CheckpointPlaces:
             skip_damaged: use an older checkpoint if the newest is damaged, instead of raising an error.
 
         Returns:
-            None if there is no remote folder, it contains no valid checkpoint, or `local` is at least as new.
+            None if no remote folder is set, it contains no valid checkpoint, or `local` is at least as new.
         """
         if self.remote is None:
             return None
         return fetch_newest(self.remote, self._root / DOWNLOADS, than=local, kind=kind, skip_damaged=skip_damaged)
 
     def remote_names(self) -> list[str]:
-        """Return the names of all folders in the remote folder. Empty if there is no remote folder."""
+        """Return the names of all folders in the remote folder. Empty without a remote folder."""
         return [] if self.remote is None else remote_names(self.remote)
 
     def on_this_machine(self, place: str) -> Path:

@@ -56,7 +56,7 @@ class CheckpointSearch:
         request finds none.
 
         Raises:
-            FileNotFoundError: there is no such checkpoint.
+            FileNotFoundError: the checkpoint does not exist.
             ConfigurationError: `"best"` was requested, but neither this Trainer nor an earlier run in its folder has a
                 best checkpoint.
             CheckpointError: the checkpoint is damaged, lacks a part, or holds weights only but a resume was requested.
@@ -195,7 +195,7 @@ class CheckpointSearch:
         several runs, the newest run is used.
 
         Raises:
-            ConfigurationError: there is no ModelCheckpoint, or no checkpoint in its folder has the metric.
+            ConfigurationError: the trainer has no ModelCheckpoint, or no checkpoint in its folder has the metric.
             CheckpointError: the index is damaged.
         """
         saver = self._hooks.saver

@@ -181,7 +181,7 @@ class Recovery:
         self._saves.at_step_end(partial(self._raise_rollback, reason, before_step))
 
     def _raise_rollback(self, reason: str, before_step: int) -> None:
-        """Raise `RollBack`, or warn if there is no checkpoint. Called at the end of a step. Collective.
+        """Raise `RollBack`, or warn if no checkpoint exists. Called at the end of a step. Collective.
 
         Raises:
             RollBack: to the newest checkpoint of `before_step` or earlier.

@@ -368,7 +368,7 @@ class Accelerator:
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The selected DeepSpeed plugin. None if there is no DeepSpeed plugin."""
+        """The selected DeepSpeed plugin. None without a DeepSpeed plugin."""
         return self.state.deepspeed_plugin if self._settings.argument == "deepspeed_plugin" else None
 
     @contextmanager
@@ -1262,7 +1262,7 @@ class Accelerator:
             load_kwargs: Must be None or an empty mapping, because `torch.load` is not used. Default: None.
 
         Raises:
-            FileNotFoundError: `input_dir` does not exist, or there is no valid state.
+            FileNotFoundError: `input_dir` does not exist, or no valid state was found.
             CheckpointError: The state is damaged, or belongs to another loop. Or another seed than that of the state
                 was passed, and the order of a loader depends on the seed.
             ConfigurationError: `input_dir` is missing without automatic naming, or an option is unknown.

@@ -198,7 +198,7 @@ class StateFolders:
     def fetch(self, url: str | None) -> str | None:
         """Download the state at `url`, and return its local path. Main rank only.
 
-        If `url` is None, return the newest automatically named state. The result is None if there is no valid state.
+        If `url` is None, return the newest automatically named state. Returns None if no state is valid.
 
         Raises:
             CheckpointError: The state is damaged, or the service cannot be reached.

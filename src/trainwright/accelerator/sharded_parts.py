@@ -58,7 +58,7 @@ def load_fsdp_model(
 
     Raises:
         CheckpointError: The checkpoint is damaged, or belongs to another model.
-        FileNotFoundError: There is no checkpoint.
+        FileNotFoundError: The checkpoint does not exist.
     """
     del fsdp_plugin, adapter_only, use_dcp
     _load(accelerator, os.path.join(input_dir, f"{FSDP_MODEL_NAME}_{model_index}"), model)
@@ -101,7 +101,7 @@ def load_fsdp_optimizer(
 
     Raises:
         CheckpointError: The checkpoint is damaged, or belongs to another optimizer.
-        FileNotFoundError: There is no checkpoint.
+        FileNotFoundError: The checkpoint does not exist.
     """
     del fsdp_plugin, adapter_only, use_dcp
     _load(accelerator, os.path.join(input_dir, f"{OPTIMIZER_NAME}_{optimizer_index}"), model, optimizer)
@@ -121,7 +121,7 @@ def _checkpoints(accelerator: Accelerator) -> LoopCheckpoints:
 
 
 def _objects(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None) -> LoopObjects:
-    """Return the optimizer without the model's weights, or the model alone if there is no optimizer."""
+    """Return the optimizer without the model's weights, or the model alone without an optimizer."""
     optimizers = [] if optimizer is None else [accelerator.prepare_optimizer(optimizer)]
     models = [accelerator.unwrap_model(model, keep_torch_compile=False)]
     return LoopObjects(models, optimizers, with_weights=optimizer is None)

@@ -142,7 +142,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
     already has a valid copy. Call this function on one process. Blocks on the network and the disk.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint at `url`.
+        FileNotFoundError: `url` has no complete checkpoint.
         CheckpointError: the checkpoint is damaged, something else has its name in `into`, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
@@ -396,7 +396,7 @@ class _Remote:
         self.url = url.rstrip("/")
         # fsspec chains protocols, as in "simplecache::s3://bucket/run". The last one is the service.
         scheme = self.url.rpartition("::")[2].partition("://")[0]
-        self._in_bucket = scheme in _BUCKET_SCHEMES  # True: there are no folders to create, and a bucket must exist
+        self._in_bucket = scheme in _BUCKET_SCHEMES  # True: needs no folders, but the bucket must exist
         fsspec = require_package("fsspec", purpose="a remote checkpoint")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **dict(storage_options or {}))

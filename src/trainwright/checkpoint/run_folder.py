@@ -265,7 +265,7 @@ def open_valid(
     Raises:
         FileNotFoundError: `path` does not exist.
         NewerFormatError: the checkpoint has a newer format, which is not damage.
-        CheckpointError: the checkpoint is damaged, and there is no replacement or no replacement is requested.
+        CheckpointError: the checkpoint is damaged, and no replacement exists or is requested.
     """
     try:
         found = open_checkpoint(path)

@@ -53,7 +53,7 @@ def answer(request: Callable[[], Result]) -> Result:
     """Return the result of a small request to a service, which runs in another thread.
 
     Raises:
-        TimeoutError: there is no result after `ANSWER_SECONDS`, or the request itself raises it.
+        TimeoutError: no result came within `ANSWER_SECONDS`, or the request itself raises it.
         Exception: any other error of the request.
     """
     future: Future[Result] = Future()

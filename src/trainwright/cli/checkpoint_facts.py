@@ -107,7 +107,7 @@ def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
         hashes: compare the hash of each file, which reads it. Default: False, which compares sizes.
 
     Raises:
-        FileNotFoundError: there is no such folder.
+        FileNotFoundError: the folder does not exist.
         CheckpointError: `folder` is a file.
     """
     if not folder.exists():

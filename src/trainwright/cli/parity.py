@@ -90,7 +90,7 @@ def parity(argv: Sequence[str]) -> int:
             )
             run = _run(plan, label, Path(folder, f"{i}"))
             if i == 0 and isinstance(run, str):  # the reference
-                print(f"{label} could not train, so that there is no reference: {run}")
+                print(f"{label} could not train, and is the reference of the others: {run}")
                 return 1
             runs.append(run)
         return _report(runs, [label for label, _ in strategies], wanted)

@@ -37,7 +37,7 @@ class CombinedLoader:
         mode: see above. Default: `"min_size"`.
 
     Raises:
-        ConfigurationError: the mode is unknown, there is no member, or a member cannot be iterated over.
+        ConfigurationError: the mode is unknown, no member is given, or a member cannot be iterated over.
     """
 
     def __init__(self, iterables: object, mode: Mode = "min_size") -> None:

@@ -281,7 +281,7 @@ class _AgreedGroup(NamedTuple):
     """Size of a group, equal on every rank.
 
     Attributes:
-        rounds: micro-batches of each rank, including padding. 0 if the epoch has ended and there is no such group.
+        rounds: micro-batches of each rank, including padding. 0 if the epoch has no further group.
         num_real: micro-batches of all ranks that are not padding.
         has_next: True if another group follows.
     """

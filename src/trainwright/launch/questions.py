@@ -19,7 +19,7 @@ def check_terminal() -> None:
     """Check that questions can be asked.
 
     Raises:
-        ConfigurationError: There is no terminal.
+        ConfigurationError: No terminal is attached.
         MissingPackageError: questionary is not installed.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):

@@ -409,7 +409,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def find_device(data: object) -> torch.device | None:
-    """Return the device of the first tensor in nested tensors, or None if there is no tensor."""
+    """Return the device of the first tensor in nested tensors, or None if they contain no tensor."""
     return next((tensor.device for tensor in iterate_tensors(data)), None)
 
 
@@ -417,7 +417,7 @@ def find_batch_size(data: object) -> int:
     """Return the length of the first tensor in nested tensors along its first dimension.
 
     Raises:
-        ValueError: There is no tensor, or the first tensor has no dimension.
+        ValueError: `data` contains no tensor, or the first tensor has no dimension.
     """
     first = next(iterate_tensors(data), None)
     if first is None or first.dim() == 0:

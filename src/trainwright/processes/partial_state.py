@@ -173,7 +173,7 @@ class PartialState:
 
     @property
     def default_device(self) -> torch.device:
-        """The machine's accelerator, without an index. The CPU if there is no accelerator."""
+        """The machine's accelerator, without an index. The CPU on a machine without one."""
         return torch.device(device_type("auto"))
 
     def set_device(self) -> None:

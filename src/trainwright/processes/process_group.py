@@ -96,7 +96,7 @@ class Processes:
         if topology.launcher != "torchrun" or not _agent_serves() or topology.master_addr is None:
             return None
         store = PrefixStore("trainwright/job", _open_store(topology, datetime.timedelta(minutes=5)))
-        stored: bytes = store.compare_set(key, "", value)  # writes only if there is no value
+        stored: bytes = store.compare_set(key, "", value)  # writes only if the key is unset
         return stored.decode()
 
     def own_store(self, prefix: str) -> Any:

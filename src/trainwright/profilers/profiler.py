@@ -49,7 +49,7 @@ class Profiler:
         Args:
             stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
             rank, world_size: rank of this process, and number of processes.
-            root: Folder of the files if there is no `dirpath`.
+            root: Folder of the files without a `dirpath`.
         """
         self.stage = stage
         self.rank = rank

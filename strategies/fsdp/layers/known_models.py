@@ -187,7 +187,7 @@ def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Pla
     """Return the first plan that exists: the strategy's (`given`), the task's, or a built-in one. Not collective.
 
     Raises:
-        ConfigurationError: There is no plan, or a built-in plan does not support the model.
+        ConfigurationError: The model has no plan, or a built-in plan does not support the model.
     """
     plan = given(task, mesh) if callable(given) else given
     if plan is None and isinstance(task, PlansLayers):

@@ -421,8 +421,8 @@ class _Part(NamedTuple):
         dataset: The data set, or the process's part of it.
         batches: The sampler of batches. None for data without indices or batches.
         size: Samples of one batch of an iterable data set. None without batches.
-        generator: The generator of the order, to which `"generator"` in `rng_types` refers. None if there is no such
-            generator, or if it need not be synchronized.
+        generator: The generator of the order, to which `"generator"` in `rng_types` refers. None without one,
+            or if it need not be synchronized.
     """
 
     dataset: Any

@@ -168,7 +168,7 @@ class PreparedObjects:
     def rank_options(self) -> LoaderOptions:
         """Settings that are the same for all loaders.
 
-        The first use is collective: it sets the seed of all processes, and reads torch's if there is no other.
+        The first use is collective: it sets the seed of all processes, taking torch's if none was set.
         """
         ranks = self._engine.data_ranks
         seed = torch.initial_seed() if self.seed is None else self.seed

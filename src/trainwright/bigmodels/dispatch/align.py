@@ -27,7 +27,7 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _STAYS_CACHED_BYTES = 256 << 20  # a smaller model is assumed to stay in the page cache after its first use
 _NO_PREFETCH = Prefetcher(0)  # for hooks without a prefetcher
-_NOT_PREFETCHED = -1  # in the place of a unit's number in the prefetcher
+_NOT_PREFETCHED = -1  # stands for a unit's number in the prefetcher
 
 
 class _Exchanged(NamedTuple):

@@ -271,7 +271,7 @@ class _Filling:
                 self._put(index, device, needed, outside)
                 index = outline.ends[index]
             elif not outline.is_layer[index]:
-                index += 1  # split the module: go on with its first part
+                index += 1  # split the module: its first part is next
             else:
                 result.full.append(FullDevice(device, index, needed, int(self.free[device]), reserved))
                 if self.fallback and not result.used_bytes[device]:

@@ -89,7 +89,7 @@ def count_stored_weights(path: Path) -> WeightCount:
     A layer is a numbered block (`"model.layers.0"`) or, outside the blocks, the module that contains a tensor.
 
     Raises:
-        CheckpointError: There is no such file, or a file is damaged.
+        CheckpointError: A file is missing or damaged.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):

@@ -391,7 +391,7 @@ def ranks_that_fit(shape: TrainingShape, device_bytes: int, **load: Any) -> dict
 def model_of_one_rank(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Module | None:
     """Return a copy of a meta model with the shapes of one rank's shards under its built-in tensor-parallel plan.
 
-    Return None if there is no such plan, or the plan cannot split the model over `tp` ranks. Only the copy's shapes
+    Return None without such a plan, or if the plan cannot split the model over `tp` ranks. Only the copy's shapes
     are meaningful. Without `ends`, the embedding and the output layer are not split: the copy can be called, and
     autograd saves the same bytes as on one rank.
     """

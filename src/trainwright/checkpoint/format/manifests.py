@@ -75,7 +75,7 @@ def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
 def _locate(path: Path) -> Path:
     """Return the folder of the checkpoint `path`. After a crash, it is a hidden folder (see `replaced_checkpoint`).
 
-    Raises the errors of `read_manifest` if there is no such folder.
+    Raises the errors of `read_manifest` if the folder does not exist.
     """
     with reading(path):  # the name may be invalid
         if path.is_dir():

@@ -205,7 +205,7 @@ class ShardIndex:
         shards: the same names by the path of their file.
         tied: name of a tied tensor → name under which it is stored. Empty if another library has written the index.
         dtypes: name → original dtype of a tensor that `to_storable` converted.
-        extra: stem of the files with values that are not tensors. None if there are no such values.
+        extra: stem of the files with values that are not tensors. None without such values.
     """
 
     names: list[str]

@@ -34,7 +34,7 @@ def remove_folder(folder: Path) -> None:
 def replaced_checkpoint(path: Path) -> Path | None:
     """Return the folder of the checkpoint that was `path` before its replacement crashed.
 
-    Returns None if `path` exists, or there is no complete folder with the role `old`.
+    Returns None if `path` exists, or no folder with the role `old` is complete.
     """
     if os.path.lexists(path) or not path.parent.is_dir():
         return None

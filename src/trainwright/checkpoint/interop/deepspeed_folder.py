@@ -161,7 +161,7 @@ def _add_zero(state: Sharded, folder: Path, models: list[dict[str, Any]]) -> Non
 
 
 def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
-    """Read the files whose names match `pattern`, in the order of their ranks. Returns [] if there are no such files.
+    """Read the files whose names match `pattern`, in the order of their ranks. Returns [] if no name matches.
 
     Raises a `CheckpointError` if the file of a rank is missing, or a file contains unsupported objects.
     """

@@ -240,7 +240,7 @@ def canonical(path: str) -> str:
 
 
 def own_module(module: str) -> str | None:
-    """Return Trainwright's module with the names of another library's module. None if there is no such module."""
+    """Return Trainwright's module with the names of another library's module. None if it has no counterpart."""
     path = canonical(module)
     while path and path not in MODULES:
         path = path.rpartition(".")[0]

@@ -53,7 +53,7 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
             `<|end_of_text|>`, `</s>` or `<eos>`, if the tokenizer has one.
 
     Raises:
-        ConfigurationError: There is no such tokenizer or token, or the hub cannot be reached. `vocab_size` is missing
+        ConfigurationError: The tokenizer or token does not exist, or the hub cannot be reached. `vocab_size` is missing
             for a function, or passed for another tokenizer.
         MissingPackageError: The package of the tokenizer is not installed.
     """
@@ -109,7 +109,7 @@ def _load(name: str) -> Any:
             f"--tokenizer {name}: {file} is missing. transformers' save_pretrained writes it for fast tokenizers."
         )
     if not is_local:
-        local_files_only(name, "tokenizer.json")  # raises if there is no network; from_pretrained has no such argument
+        local_files_only(name, "tokenizer.json")  # raises without a network; from_pretrained has no such argument
     try:
         if is_local:
             return tokenizers.Tokenizer.from_file(str(file))
@@ -145,7 +145,7 @@ def tokenize_files(
             bytes besides the texts are not counted. Default: True.
 
     Raises:
-        ConfigurationError: A file is missing, a line is not text or JSON, or there is no document.
+        ConfigurationError: A file is missing, a line is not text or JSON, or no document was found.
     """
     from tqdm import tqdm
 
