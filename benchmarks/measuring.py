@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+# Environment variable with the path of the file to which the bars of all benchmarks are appended, as lines of JSON.
+BARS_FILE = "TRAINWRIGHT_BARS_FILE"
 
 
 def describe_machine(packages: Sequence[str] = ("torch",)) -> str:
@@ -72,6 +77,27 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     sys.stdout.flush()
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A figure and its limit.
+
+    Attributes:
+        what: the figure.
+        measured, limit: both in `unit`. The figure must be at most `limit`.
+        unit: such as `"s"`, or `"×"` for a ratio.
+    """
+
+    what: str
+    measured: float
+    limit: float
+    unit: str
+
+    @property
+    def verdict(self) -> str:
+        """`"ok"` or `"MISS"`."""
+        return "ok" if self.measured <= self.limit else "MISS"
+
+
 class Bars:
     """The figures that must be reached, and whether they were.
 
@@ -79,15 +105,19 @@ class Bars:
     """
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._bars: list[Bar] = []
 
     def add(self, what: str, measured: float, limit: float, unit: str) -> None:
         """Compare one measurement, in `unit`, with its upper limit."""
-        verdict = "ok  " if measured <= limit else "MISS"
-        self._lines.append(f"{verdict} {what}: {measured:.4g} {unit} (at most {limit:.4g})")
+        self._bars.append(Bar(what, measured, limit, unit))
 
     def print(self) -> None:
-        """Print one line for each bar."""
+        """Print one line for each bar, and append the bars to the file of `python -m benchmarks`."""
         print()
-        print("\n".join(self._lines))
+        for bar in self._bars:
+            print(f"{bar.verdict:4} {bar.what}: {bar.measured:.4g} {bar.unit} (at most {bar.limit:.4g})")
         sys.stdout.flush()
+        path = os.environ.get(BARS_FILE)
+        if path is not None:
+            with open(path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(bar)) + "\n" for bar in self._bars)
