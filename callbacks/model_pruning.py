@@ -32,10 +32,11 @@ _ENTRY = "pruning"  # of a checkpoint
 class ModelPruning(Callback):
     """Callback that sets weights to zero at the end of epochs, with masks of `torch.nn.utils.prune`, as in Lightning.
 
-    Until the fit ends, a pruned `weight` is computed from the parameter `weight_orig` and the buffer `weight_mask`. A
-    checkpoint contains the pruned weights under their own names, so that any task can load it. For an exact resume it
-    also contains the masks, the masked values, and the initial weights for the lottery ticket. All ranks prune the same
-    weights. Each rank needs full weights (one process, DDP).
+    From its first pruning on, a `weight` is computed from the parameter `weight_orig` and the buffer `weight_mask`.
+    `make_pruning_permanent` turns it into a parameter again at the end of the fit. A checkpoint contains the pruned
+    weights under their own names, so that any task can load it. For an exact resume it also contains the masks, the
+    masked values, and the initial weights for the lottery ticket. All ranks prune the same weights. Each rank needs
+    full weights (one process, DDP).
 
     Args:
         pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a function
@@ -46,7 +47,7 @@ class ModelPruning(Callback):
         use_global_unstructured: rank the weights of all parameters together. False ranks them within each parameter.
             Default: True.
         amount: number of weights to prune each time, a fraction of the unpruned weights, or a function of the epoch
-            that returns either. Default: 0.5.
+            that returns either. Structured methods count slices along `pruning_dim` instead of weights. Default: 0.5.
         apply_pruning: enable pruning, or a function of the epoch that returns a bool. Default: True.
         make_pruning_permanent: replace masks by zeros in the parameters at the end of the fit. Default: True.
         use_lottery_ticket_hypothesis: reset the unpruned weights to their initial values after each pruning, or a
@@ -60,8 +61,9 @@ class ModelPruning(Callback):
             True.
 
     Raises:
-        ConfigurationError: the amount is out of range, or the method is unknown, cannot prune globally, or lacks an
-            argument. In a run: no parameter is found, or a pair does not name a parameter of its module.
+        ConfigurationError: an amount that is not a function is out of range, or the method is unknown, cannot prune
+            globally, or lacks an argument. In a run: no parameter is found, a pair does not name a parameter of its
+            module, or its module is not in the task.
     """
 
     needs = ("full_weights",)
@@ -84,7 +86,8 @@ class ModelPruning(Callback):
     ) -> None:
         if not callable(amount) and not (amount >= 0 and (isinstance(amount, int) or amount <= 1)):
             raise ConfigurationError(
-                f"ModelPruning(amount={amount!r}): expected a fraction from 0.0 to 1.0, a number, or a function."
+                f"ModelPruning(amount={amount!r}): expected a fraction from 0.0 to 1.0, a number of weights from 0, or "
+                "a function."
             )
         self._parameters_to_prune = parameters_to_prune
         self._names = tuple(parameter_names or ("weight", "bias"))
@@ -179,7 +182,7 @@ class ModelPruning(Callback):
                     prune.remove(child, hook._tensor_name)
 
     def apply_pruning(self, amount: int | float) -> None:
-        """Prune this number of weights, or this fraction of the unpruned weights."""
+        """Prune this number of weights or slices, or this fraction of the unpruned ones."""
         if self._is_global:
             prune.global_unstructured(self._targets, pruning_method=self._method, amount=amount)
             return
@@ -210,14 +213,31 @@ class ModelPruning(Callback):
                 f"ModelPruning found no parameter to prune: {type(task).__name__} has none named "
                 f"{' or '.join(self._names)}. Pass parameters_to_prune=[(module, name)]."
             )
+        in_task = set(task.modules())
         for module, key in self._targets:
-            if module._parameters.get(key) is None:
+            if module not in in_task:
+                raise ConfigurationError(
+                    f"ModelPruning: the {type(module).__name__} of parameter {key!r} is not in {type(task).__name__}. "
+                    "Pass pairs with modules of the task."
+                )
+            if not _has_parameter(module, key):
                 raise ConfigurationError(
                     f"ModelPruning: {key!r} is not a parameter of its module. Pass pairs of a module and the name "
                     "of one of its own parameters."
                 )
         if self._uses_ticket:
-            self._initial = {module: copy.deepcopy(module) for module, _ in self._targets}
+            self._initial = {module: self._initial_copy(module) for module, _ in self._targets}
+
+    def _initial_copy(self, module: nn.Module) -> nn.Module:
+        """Return a copy of a module with plain parameters, also if an earlier fit has pruned them."""
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                # A pruned weight, which the last forward has computed. Such a tensor cannot be copied. The next forward
+                # computes it again.
+                setattr(module, name, value.detach())
+        copied = copy.deepcopy(module)
+        self.make_pruning_permanent(copied)
+        return copied
 
     def _leaf_parameters(self, task: TaskModule) -> list[Target]:
         """Return the parameters named `parameter_names` of all modules that have no child modules."""
@@ -226,7 +246,7 @@ class ModelPruning(Callback):
             if list(module.children()):
                 continue
             for name in self._names:
-                if module._parameters.get(name) is not None:
+                if _has_parameter(module, name):
                     targets.append((module, name))
         return targets
 
@@ -236,7 +256,7 @@ class ModelPruning(Callback):
         applies = self._apply(epoch) if callable(self._apply) else self._apply
         if not amount or not applies:
             return
-        seed = int(torch.randint(2**31, (1,)))
+        seed = int(torch.randint(2**31, (1,)))  # outside of `isolate_rng`, so that each pruning has another seed
         if trainer.world_size > 1:
             seed = int(trainer.all_gather(torch.tensor(seed)).flatten()[0])
         # Random methods choose the same weights on every rank. `torch.manual_seed` also seeds the accelerator, whose
@@ -267,6 +287,11 @@ class ModelPruning(Callback):
         if self._verbose > 1:
             for line in lines:
                 task.print(line)
+
+
+def _has_parameter(module: nn.Module, name: str) -> bool:
+    """Return whether a module itself has a parameter, which an earlier fit may have pruned."""
+    return module._parameters.get(name, module._parameters.get(f"{name}_orig")) is not None
 
 
 def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:

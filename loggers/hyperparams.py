@@ -19,9 +19,9 @@ def plain(value: object) -> Any:
     """Return `value` as nested dicts, lists, numbers, text and None.
 
     Mappings, namespaces and dataclass instances become dicts with text keys. Tuples and sets become lists. Arrays, and
-    tensors of at most 64 elements, become nested lists, which waits for the device. Larger tensors become a text with
-    their shape and dtype. Enum members become their names. Classes and functions become their qualified names. Other
-    objects become `str(value)`. Containers of OmegaConf are resolved.
+    tensors of at most 64 elements, become nested lists, which waits for the device. Larger tensors, and tensors on the
+    meta device, become a text with their shape and dtype. Enum members become their names. Classes and functions become
+    their qualified names. Other objects become `str(value)`. Containers of OmegaConf are resolved.
     """
     if isinstance(value, enum.Enum):  # first, because members of an IntEnum are also ints
         return value.name
@@ -44,9 +44,10 @@ def plain(value: object) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=str)
     if isinstance(value, (np.generic, np.ndarray)):
-        return plain(value.tolist())
+        # `tolist` of a longdouble returns a longdouble again.
+        return float(value) if isinstance(value, np.longdouble) else plain(value.tolist())
     if isinstance(value, torch.Tensor):
-        if value.numel() <= 64:
+        if value.numel() <= 64 and not value.is_meta:
             return plain(value.tolist())
         return f"tensor of shape {tuple(value.shape)}, {value.dtype}"
     if callable(value) and hasattr(value, "__qualname__"):

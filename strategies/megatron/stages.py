@@ -24,10 +24,9 @@ def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | 
     """Return the modules of each stage, in the order of their calls. Not collective.
 
     `split_points` determines the stages. If it is None, the task's `pipeline_stages` does, unless it returns None. By
-    default, the layers are the children of the
-    largest ModuleList or Sequential, and are divided so that the largest stage has as few parameters as possible.
-    Modules that are registered before the layers belong to the first stage. Modules that are registered after the
-    layers belong to the last stage.
+    default, the layers are those of `layers_of`, and are divided so that the largest stage has as few parameters as
+    possible, without embeddings. Modules with parameters that are registered before the layers belong to the first
+    stage, and those that are registered after the layers to the last stage. Other modules belong to no stage.
 
     Args:
         task: A task or model, whose layers exist.
@@ -152,11 +151,11 @@ def layers_of(task: nn.Module, num_stages: int) -> dict[str, nn.Module]:
         ConfigurationError: The model has fewer than `num_stages` layers.
     """
     stacks: list[_Stack] = []
-    short: dict[str, int] = {}  # name of a stack of fewer layers than stages → the number of its layers
+    short_stacks: dict[str, int] = {}  # name of a stack of fewer layers than stages → the number of its layers
     for name, module in task.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        if any(name.startswith(f"{stack}.") for stack in short):
+        if any(name.startswith(f"{stack}.") for stack in short_stacks):
             continue  # a container inside of a layer
         children = list(module.children())
         has_one_class = len(set(map(type, children))) == 1
@@ -165,12 +164,12 @@ def layers_of(task: nn.Module, num_stages: int) -> dict[str, nn.Module]:
             num_parameters = sum(parameter.numel() for parameter in module.parameters())
             stacks.append(_Stack(is_list_of_one_class, num_parameters, name, module))
         elif has_one_class and len(children) > 1:
-            short[name] = len(children)
+            short_stacks[name] = len(children)
     if not stacks:
-        of_too_few = "".join(f" {plain_name(name)} has {count}." for name, count in short.items())
+        short_text = "".join(f" {plain_name(name)} has {count}." for name, count in short_stacks.items())
         raise ConfigurationError(
             f"{type(task).__name__} has no ModuleList or Sequential of at least {num_stages} layers that a pipeline of "
-            f"{num_stages} stages could divide.{of_too_few} Use fewer stages, or define pipeline_stages() in the task."
+            f"{num_stages} stages could divide.{short_text} Use fewer stages, or define pipeline_stages() in the task."
         )
     best = max(stacks, key=lambda stack: (stack.is_list_of_one_class, stack.num_parameters))
     layers: dict[str, nn.Module] = {}
@@ -214,19 +213,19 @@ def _weight(modules: Iterable[nn.Module]) -> int:
 
 
 def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
-    """Divide layers with these numbers of parameters so that the largest stage is as small as possible.
+    """Divide layers with these weights (see `_weight`) so that the largest stage is as small as possible.
 
-    `before` and `after` are the numbers of further parameters in the first and in the last stage. Return the indices of
+    `before` and `after` are the weights of further modules in the first and in the last stage. Return the indices of
     the first layers of all stages except the first stage.
     """
-    # totals[i] is the number of parameters of the layers before layer i.
+    # totals[i] is the weight of the layers before layer i.
     totals = list(itertools.accumulate(weights, initial=0))
 
     @cache
     def divide(stop: int, num: int) -> tuple[int, tuple[int, ...]]:
         """Divide the layers before `stop` into `num` stages.
 
-        Return the number of parameters of the largest stage, and the indices of the first layers as `_balanced` does.
+        Return the weight of the largest stage, and the indices of the first layers as `_balanced` does.
         """
         if num == 1:
             return before + totals[stop], ()

@@ -71,7 +71,7 @@ class Unit:
         stays_in_backward: Set by `WeightStream.follow_model` for the root unit. True keeps the unit on the device after
             its last gradient, because the backwards of other units may use its parameters.
         last_gradient: Position of this unit's last gradient copy among the gradient copies of all units. It never
-            decreases. Units step in ascending order.
+            decreases. The optimizer steps the units in ascending order of it.
     """
 
     # Required by `Fetchable`: the unit is computed on the device, not in host memory.
@@ -98,6 +98,7 @@ class Unit:
         num_parameters = len(self.parameters)
 
         # The device copy
+
         self.on_device = False
         self.is_current = False
         # The parameters' versions when `fetch` queued the copy. If they differ at the use, the user has written to the
@@ -111,9 +112,11 @@ class Unit:
         # to the same memory starts after it. None before the first use, and on devices without a copy stream.
         self._end_of_last_use: Any = None
 
-        # Gradients on the host, by the index of the parameter
-        # Gradients while the parameters are on the device: torch requires `parameter.grad` on the parameter's device.
-        # Set by `move_to_device`, replaced by `_copy_to_host`, and moved to `parameter.grad` by `move_to_host`.
+        # Gradients
+
+        # On the host, by the index of the parameter, while the parameters are on the device: torch requires
+        # `parameter.grad` on the parameter's device. Set by `move_to_device`, replaced by `_copy_to_host`, and moved to
+        # `parameter.grad` by `move_to_host`.
         self._host_gradients: list[torch.Tensor | None] = [None] * num_parameters
         # Memory of the first gradient of each step. Allocated once, and reused in each step.
         self._gradient_buffers: list[torch.Tensor | None] = [None] * num_parameters
@@ -125,6 +128,7 @@ class Unit:
         self.last_gradient = 0
 
         # The backward
+
         self.in_backward = False
         self.stays_in_backward = False
         # Number of trainable parameters whose gradients are not yet computed. Set by `begin_backward`. If a parameter
@@ -242,7 +246,7 @@ class Unit:
     def move_to_host(self) -> None:
         """Move the parameters and gradients to the host, and free the device copy unless it stays.
 
-        Also discards a prefetched copy of a unit that is not on the device. Does not wait for copies of gradients; see
+        Also discards a prefetched copy, unless it is current and stays. Does not wait for copies of gradients; see
         `wait_for_gradients`.
         """
         if self.on_device:
@@ -329,7 +333,10 @@ class Unit:
                 self._leaf_hooks.append(hook)
 
     def forget_inputs(self) -> None:
-        """Stop waiting for gradients of inputs, at the end of a backward or if no backward follows."""
+        """Stop waiting for gradients of inputs, at the end of a backward or if no backward follows.
+
+        Hooks on inputs that are not leaves remain in their graph. They call `_count_input` if this graph is used again.
+        """
         self._num_inputs_expected = 0
         self._calls.clear()
         while self._leaf_hooks:
@@ -341,6 +348,7 @@ class Unit:
 
     def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Copy a gradient to the host as soon as it is computed. Autograd calls this after it has set the gradient."""
+        # Otherwise the parameter was used on the host, for example in a penalty on the weights: its gradient is there.
         if self.on_device:
             self._copy_to_host(index, parameter)
             self._num_gradients_expected -= 1
@@ -349,7 +357,7 @@ class Unit:
     def _copy_to_host(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
-        assert gradient is not None  # both callers check this, or are called by autograd after it was set
+        assert gradient is not None  # `move_to_host` checks it; autograd calls `_take_gradient` after it was set
         accumulated = self._host_gradients[index]
         if gradient.layout is not torch.strided:  # sparse embedding: small, of varying size
             self.wait_for_gradients()  # `accumulated` may be the total of a pending sum
@@ -377,8 +385,10 @@ class Unit:
         return buffer
 
     def _move_when_done(self) -> None:
+        """Move the unit to the host if no further gradient is expected."""
         if self.stays_in_backward or not self.in_backward:
             return
+        # A number is negative if a graph is used again (retain_graph=True) after `forget_inputs`.
         if self._num_gradients_expected <= 0 and self._num_inputs_expected <= 0:
             self.move_to_host()
 

@@ -42,6 +42,14 @@ def test_a_model_on_one_device_gets_no_hooks_unless_they_are_forced() -> None:
     assert {"_hf_hook" in vars(module) for module in forced.modules() if module.state_dict()} == {True}
 
 
+def test_the_cpu_as_a_device_is_the_cpu() -> None:
+    assert "_hf_hook" not in vars(dispatch_model(make_net(), {"": torch.device("cpu")}))
+
+
+def test_a_model_without_weights_has_an_empty_map() -> None:
+    assert dispatch_model(nn.ReLU(), {}).hf_device_map == {}
+
+
 def test_a_model_is_dispatched_by_a_word() -> None:
     net = dispatch_model(make_net(), "auto")
     place = 0 if torch.accelerator.is_available() else "cpu"
@@ -199,3 +207,13 @@ def test_the_last_name_of_a_tied_weight_in_a_state_dict_counts_as_in_load_state_
     state["embed.weight"] = state["embed.weight"] + 1
     net = dispatch_model(empty_net(), places, state_dict=state, offload_dir=tmp_path, offload_buffers=True)
     assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def test_a_file_that_cannot_be_put_in_place_is_an_error_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "weight.dat" / "inside").mkdir(parents=True)
+    (tmp_path / "index.json" / "inside").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"weight\.dat cannot be written"):
+        offload_weight(torch.ones(2), "weight", tmp_path)
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be written"):
+        save_offload_index({"weight": {"dtype": "float32", "shape": [2]}}, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "weight.dat"]

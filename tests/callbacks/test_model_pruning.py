@@ -138,3 +138,20 @@ def test_the_generator_of_an_accelerator_is_restored(monkeypatch: pytest.MonkeyP
     callback.on_fit_start(run, task)
     callback.on_train_epoch_end(run, task)
     assert states == ["of the run", "seeded", "of the run"]
+
+
+@pytest.mark.parametrize("ticket", [False, True])
+def test_a_second_fit_prunes_further(ticket: bool, tmp_path: Path) -> None:
+    callback = ModelPruning(
+        "l1_unstructured", amount=0.3, make_pruning_permanent=False, use_lottery_ticket_hypothesis=ticket
+    )
+    task = _fit(tmp_path / "first", callback)
+    _fit(tmp_path / "second", callback, task)
+    callback.make_pruning_permanent(task)
+    assert sum(int((p == 0).sum()) for p in task.parameters()) == round(49 * (1 - 0.7**6))
+
+
+def test_a_module_of_another_task_is_an_error(tmp_path: Path) -> None:
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="Linear of parameter 'weight' is not in RegressionTask"):
+        _fit(tmp_path, ModelPruning("l1_unstructured", [(other, "weight")]))

@@ -157,3 +157,31 @@ def test_the_format_before_1_6_is_read_with_its_dtypes_and_ties(mapped: bool, tm
     read["state_dict"]["whole"].zero_()
     assert not read["state_dict"]["part"].any()
     assert same(torch.load(path)["state_dict"]["whole"], shared)
+
+
+def test_values_of_numpy_that_are_not_numbers_are_placeholders(tmp_path: Path) -> None:
+    tree = {
+        "kept": np.ones(2),
+        "text": np.array(["a", "b"]),
+        "objects": np.array([None, {}], dtype=object),
+        "date": np.datetime64("2020-01-01"),
+        "word": np.str_("a"),
+    }
+    torch.save(tree, tmp_path / "x.pt")
+    read, unknown = read_torch_file(tmp_path / "x.pt")
+    assert unknown == ["numpy.dtype"]
+    assert same(read.pop("kept"), np.ones(2))
+    assert all(isinstance(value, Placeholder) for value in read.values())
+
+
+def test_parameters_and_small_floats_with_attributes_are_tensors(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.tag = "a"
+    small = torch.ones(2).to(torch.float8_e4m3fn)
+    small.tag = "b"
+    torch.save({"parameter": parameter, "small": small}, tmp_path / "x.pt")
+    read, unknown = read_torch_file(tmp_path / "x.pt")
+    assert unknown == []
+    assert torch.equal(read["parameter"], torch.ones(2))
+    assert torch.equal(read["small"].float(), torch.ones(2))
+    assert read["small"].dtype == torch.float8_e4m3fn

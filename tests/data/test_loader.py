@@ -282,3 +282,12 @@ def test_a_list_receives_the_epoch_before_its_batches_are_counted() -> None:
 def test_a_data_set_in_persistent_workers_does_not_receive_the_epoch_and_gives_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match=r"OfEpoch\.set_epoch is not called"):
         prepare_loader(DataLoader(OfEpoch(4), num_workers=1, persistent_workers=True), LoaderOptions())
+
+
+@pytest.mark.parametrize("per_sample_rng", [False, True])
+def test_a_list_begins_its_second_pass_where_the_first_has_ended(per_sample_rng: bool) -> None:
+    second = []
+    for rank in range(2):
+        loader = prepared([10, 11, 12], rank=rank, world=2, lockstep=False, per_sample_rng=per_sample_rng)
+        second.append(list(loader.cycle(1, 0)))
+    assert second == [[11], [10, 12]]

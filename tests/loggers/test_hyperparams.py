@@ -33,6 +33,8 @@ class Net:
         (np.arange(2), [0, 1]),
         (torch.tensor([1.5]), [1.5]),
         (torch.zeros(100), "tensor of shape (100,), torch.float32"),
+        (torch.zeros(2, device="meta"), "tensor of shape (2,), torch.float32"),
+        (np.longdouble(1.5), 1.5),
         (Path("a") / "b", "a/b"),
         (nn := torch.nn.Linear, f"{nn.__module__}.Linear"),
         (torch.device("cpu"), "cpu"),

@@ -7,6 +7,7 @@ import pytest
 
 from trainwright import ConfigurationError, DDPStrategy, Trainer
 from trainwright.trainer.configuration.settings import Settings
+from trainwright.trainer.planning.setting_sources import planned_settings
 
 
 def _settings(**arguments: Any) -> Settings:
@@ -70,7 +71,9 @@ def test_a_value_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_step_keeps_its_size_after_machines_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_ALL_PROCESSES", "3")
-    assert _settings(accumulate_grad_batches=2).accumulate_grad_batches == 6
+    settings = _settings(accumulate_grad_batches=2)
+    assert settings.accumulate_grad_batches == 6
+    assert planned_settings(settings)["accumulate_grad_batches"].source == "TRAINWRIGHT_ALL_PROCESSES"
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="6 micro-batches of a step cannot be divided"):

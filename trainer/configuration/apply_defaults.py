@@ -25,10 +25,12 @@ _VARIABLES = {
 
 
 def variable_of(name: str) -> str | None:
-    """Return the environment variable that sets the default of an argument, or None if there is none."""
+    """Return the environment variable that may have set an argument, or None if no such variable is set."""
     own_variable = _VARIABLES.get(name)
     if own_variable is not None and variable(own_variable):
         return own_variable
+    if name == "accumulate_grad_batches" and variable(ALL_PROCESSES):
+        return ALL_PROCESSES  # see `_keep_batch_size`
     # An engine such as FSDP has a variable that selects it. Its configuration may also set these arguments.
     if name not in ("strategy", "precision", "accumulate_grad_batches"):
         return None
@@ -54,7 +56,7 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     choice = defaults.choice
     launched = defaults.launched
     warnings = list(defaults.warnings)
-    (strategy,) = choice.strategies
+    (strategy,) = choice.strategies  # a Trainer has one; an Accelerator may have several
 
     # Variables that select an engine also configure it, for example by a DeepSpeed file. That configuration sets the
     # arguments. The configuration of a strategy that the user has passed sets none: it is compared with them later.
@@ -85,7 +87,7 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     elif launched_compile is not None:
         warnings.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={compile!r}.")
 
-    warn_on_main(warnings, stacklevel=5)
+    warn_on_main(warnings, stacklevel=5)  # the line of the user that creates the Trainer
     return replace(
         arguments,
         strategy=strategy,

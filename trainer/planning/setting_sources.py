@@ -22,7 +22,7 @@ def planned_settings(settings: Settings) -> dict[str, PlannedSetting]:
     """Return the value and the source of each argument of a Trainer."""
     passed_arguments = settings.given  # as the user has passed them
     arguments = settings.arguments  # with the defaults of the launcher, of fast_dev_run and of barebones
-    # Values that replace an argument in the plan, because they say more.
+    # Values that replace an argument in the plan, because they are more specific.
     resolved = {
         "accelerator": settings.selection.settings.device_type,
         "strategy": settings.selection.strategy,
@@ -60,7 +60,10 @@ def _is_same(value: object, other: object) -> bool:
 
 
 def as_data(value: object) -> Any:
-    """Return a value as data for JSON, without secrets. Objects are represented by the names of their classes."""
+    """Return a value as data for JSON. Objects are represented by the names of their classes.
+
+    Texts under a key of a mapping that suggests a secret, and credentials in URLs, are hidden.
+    """
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

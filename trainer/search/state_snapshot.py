@@ -21,9 +21,9 @@ class StateSnapshot:
     """A snapshot of objects that can be restored exactly.
 
     It covers, to any depth, tensors (values, gradients, `requires_grad`), generators of torch, NumPy and Python, lists,
-    dicts, sets and deques, and the attributes of modules, optimizers and learning-rate schedulers. References to
-    objects of other classes are restored, but not the state of those objects. Tensors on a device are copied to the
-    host. Creating a snapshot and `restore` wait for the device.
+    dicts, sets and deques with their members, and the attributes of modules, optimizers and learning-rate schedulers.
+    References to objects of other classes are restored, but not the state of those objects. Tensors on a device are
+    copied to the host. Creating a snapshot and `restore` wait for the device.
 
     Args:
         roots: the objects.
@@ -57,9 +57,8 @@ class StateSnapshot:
         elif isinstance(value, (list, deque)):
             self._save_content(value, list(value), value.extend, value)
         elif isinstance(value, set):
-            no_members = ()  # members are hashable, so their values do not change
-            self._save_content(value, set(value), value.update, no_members)
-        elif isinstance(value, tuple):
+            self._save_content(value, set(value), value.update, value)
+        elif isinstance(value, (tuple, frozenset)):
             self._to_visit.extend(value)
         else:
             self._save_generator(value)

@@ -17,7 +17,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightError, neares
 from trainwright.core.registry import import_object
 
 _PROG = "trainwright"
-_USAGE_ERROR = 2  # as in argparse
+_ERROR_CODE = 2  # as in argparse
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
@@ -64,10 +64,10 @@ _GROUPS: dict[str, dict[str, Command]] = {
         "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
     },
     "models and checkpoints": {
-        "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
+        "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare or convert checkpoints"),
         "merge-weights": Command("trainwright.cli.checkpoint:merge_weights", "merge the shards of FSDP and DeepSpeed"),
         "estimate": Command("trainwright.cli.estimate:estimate", "estimate the memory of a model"),
-        "estimate-memory": Command("trainwright.cli.estimate:estimate", "the same, by Accelerate's name"),
+        "estimate-memory": Command("trainwright.cli.estimate:estimate", "`estimate` under Accelerate's name"),
     },
     "data and programs": {
         "data": Command("trainwright.cli.token_data:data", "tokenize texts for language models"),
@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code of the command. 2 for an unknown command or a `TrainwrightError`, which is printed to stderr
-        without a traceback unless `--traceback` is passed. 130 after Ctrl-C. Other errors are raised.
+        without a traceback unless `--traceback` is passed. 130 after Ctrl-C. 0 if the reader of a pipe has closed it.
+        Other errors are raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback, arguments = _take_traceback_option(arguments)
@@ -99,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         else:
             print(visible(f"{_PROG}: error: {error}"), file=sys.stderr)
-        return _USAGE_ERROR
-    except BrokenPipeError:  # `trainwright … | head` has read enough
+        return _ERROR_CODE
+    except BrokenPipeError:  # the reader has closed the pipe, as in `trainwright … | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the rest of the pipe is not flushed at exit
         return 0
     except KeyboardInterrupt:
@@ -122,7 +123,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command is None:
         known = ", ".join(COMMANDS)
         print(f"{_PROG}: error: unknown command {name!r}.{nearest(name, COMMANDS)} Known: {known}.", file=sys.stderr)
-        return _USAGE_ERROR
+        return _ERROR_CODE
     return int(import_object(command.target)(arguments[1:]))
 
 
@@ -146,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_subcommand(command: str, argv: Sequence[str], known: Sequence[str]) -> None:
-    """Raise a ConfigurationError, which names the most similar one, for an unknown sub-command of `command`."""
+    """Raise a ConfigurationError for an unknown sub-command of `command`. It names the most similar one."""
     if argv and not argv[0].startswith("-") and argv[0] not in known:
         raise ConfigurationError(
             f"{command} has no command {argv[0]!r}.{nearest(argv[0], known)} Known: {', '.join(known)}."
@@ -157,7 +158,7 @@ def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
     """Return whether `--traceback` is among the arguments, and the other arguments. Words after `--` do not count."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     others = [word for word in arguments[:end] if word != "--traceback"]
-    is_passed = len(others) < end
+    is_passed = len(others) < end  # a word was removed
     return is_passed, others + arguments[end:]
 
 

@@ -46,10 +46,11 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
     """Prepare `loader` for one data-parallel rank. The user's object is not changed.
 
     - A `DataLoader` (or a sub-class) keeps its workers, collation, pinning and type. Its default sampler is replaced:
-      by `ShuffledOrder` if it shuffles, else by the order of the data. Evaluations on several ranks do not shuffle.
-      Samples are divided over the ranks without repetition. The batches of a user's own sampler or batch sampler are
-      divided. A distributed sampler (with `set_epoch` and `num_replicas`) is not changed. With the option
-      `shuffle=False`, the order of the data also replaces these samplers, but not a user's own batch sampler.
+      by a `ShardedBatchSampler`, in a `ShuffledOrder` if it shuffles, else in the order of the data. Evaluations on
+      several ranks do not shuffle. Samples are divided over the ranks without repetition. The batches of a user's own
+      sampler or batch sampler are divided. A distributed sampler (with `set_epoch` and `num_replicas`) is not changed.
+      With the option `shuffle=False`, the order of the data also replaces these samplers, but not a user's own batch
+      sampler.
     - A list of batches, or another object with a length and `[index]`, is divided by index.
     - An iterable data set, or an iterable of batches, must declare how it is divided (see `trainwright.data.iterable`)
       if there are several ranks or loader workers.
@@ -67,7 +68,8 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
             `per_sample_rng` is used with an iterable, or the batches cannot be divided for `split_batches`.
 
     Warns:
-        TrainwrightWarning: the object is a data set, or an evaluation shuffles.
+        TrainwrightWarning: the object is a data set, an evaluation shuffles, or persistent workers would keep the first
+            epoch of a data set with `set_epoch`.
     """
     prepared = _prepare(loader, options)
     prepared.count_batches()
@@ -167,9 +169,10 @@ class _PreparedByIndex(PreparedLoader):
         """True if the last round is completed, so that all ranks have equal numbers of samples."""
         return self.options.completes_rounds and self._is_dealt and self.options.world > 1
 
-    # Passes that follow one another are dealt as one: micro-batch m of all passes goes to rank m mod world, and is
-    # micro-batch m mod n of its pass. With n = 3 and two ranks, rank 0 gets 0, 2 and then 1; rank 1 gets 1 and 0, 2.
-    # Passes are not dealt as one if each rank has its own data, or a part of every micro-batch (`SplitBatchShard`).
+    # Passes that follow one another are dealt as one. With n micro-batches in a pass, over all ranks, micro-batch m of
+    # all passes goes to rank m mod world, and is micro-batch m mod n of its pass. With n = 3 and two ranks, rank 0 gets
+    # 0, 2 and then 1; rank 1 gets 1 and 0, 2. Passes are not dealt as one if each rank has its own data, or a part of
+    # every micro-batch (`SplitBatchShard`).
 
     @property
     def _cycle_length(self) -> int | None:
@@ -196,8 +199,9 @@ class _PreparedByIndex(PreparedLoader):
         try:
             # This rank's first micro-batch in the pass. In pass 1 of the example, rank 0 has 1 and rank 1 has 0.
             self._dealer.rank = (rank - cycle * length) % self.options.world
-            # The dealer's iterator reads its rank when it is created. If rounds are completed, it also reads it later,
-            # but then `length` is a multiple of the number of ranks, and the rank is unchanged.
+            # The dealer's iterator reads its rank when it is created, so that `_open`, which this call runs, must
+            # create it at once. If rounds are completed, the iterator also reads the rank later, but then `length` is a
+            # multiple of the number of ranks, and the rank is unchanged.
             return super().cycle(cycle, start_batch)
         finally:
             self._dealer.rank = rank
@@ -293,7 +297,7 @@ class PreparedDataLoader(_PreparedByIndex):
         self._dealer.start(start_batch)
         self._seeds.turn_to(self.options, self.epoch)
         set_place(self.options.rank, self.options.world)
-        batches = self._workers.keep(iter(self._loader))
+        batches = self._workers.keep(iter(self._loader))  # creates the dealer's iterator, see `cycle`
         return IsolatedFetches(batches) if self._dealer.seeding == "sample here" else batches
 
     def filler(self) -> Any:
@@ -324,7 +328,8 @@ class PreparedSequence(_PreparedByIndex):
         self._dealer.start(start_batch)
         if self.options.per_sample_rng:
             key = sample_key(self.options.seed, self.epoch, 0 if self._is_dealt else self.options.rank)
-            return fetch_seeded(self.raw.__getitem__, self._dealer, key)
+            # A generator function, whose body runs at the first batch: `iter` is called here, see `cycle`.
+            return fetch_seeded(self.raw.__getitem__, iter(self._dealer), key)
         if start_batch == 0 and self._dealer.world == 1:
             return iter(self.raw)  # the object's own iterator, which may be faster than `[index]`
         return map(self.raw.__getitem__, self._dealer)
@@ -526,9 +531,9 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
 def holds_loaders(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
     """Return whether an object is a sequence or mapping of loaders rather than of batches.
 
-    True if its first leaf is a DataLoader, a CombinedLoader or an iterator. Also True if all entries at a level above
-    this leaf are lists of numbers and texts, as in Lightning: `[[1, 2], [3, 4]]` contains two loaders. Other iterables
-    may be batches.
+    True if its first leaf is a DataLoader, a CombinedLoader or an iterator. Also True if all entries of a container on
+    the way down to this leaf are lists of numbers and texts, as in Lightning: `[[1, 2], [3, 4]]` contains two loaders.
+    Other iterables may be batches.
     """
     if not is_tree(tree):
         return False

@@ -67,12 +67,14 @@ def dispatch_model(
         prefetch_bytes: Bytes that may be loaded before their use; 0 disables prefetching. See `Prefetcher`.
 
     Returns:
-        The model, with the attribute `hf_device_map`. After an error, weights and files are unchanged.
+        The model, with the attribute `hf_device_map`.
 
     Raises:
         ConfigurationError: The map does not cover the model, a device is unknown or not on this machine, a folder is
             required, `prefetch_bytes` is invalid, or `strict` and a name is unknown.
         CheckpointError: Tensors have no values, or offloaded weights cannot be found or written.
+
+    After an error, weights and files are unchanged.
     """
     checked = _checked_map(model, device_map, offload_buffers, strict)
     with restored_on_failure(model):
@@ -110,7 +112,8 @@ def attach_places(
         _add_hooks(places, main, offloaded, skip_keys, preload_module_classes, prefetch_bytes)
     else:
         places.fill_empty()
-        places.model.to(to_device(devices[0]))
+        if devices:  # a map is empty for a model without weights
+            places.model.to(to_device(devices[0]))
     places.model.hf_device_map = device_map  # type: ignore[assignment]  # modules type attributes as tensors
 
 
@@ -132,7 +135,7 @@ def _add_hooks(
     for name, device in device_map.items():
         runs_on[name] = main if device in ("cpu", "disk") else to_device(device)
     runs_on.setdefault("", main)  # the full model's hook moves inputs, even if the map has no entry for it
-    # Before the hooks move parameters, in place and for all modules that share them.
+    # Before hooks are added: they move parameters in place, and thus for all modules that share them.
     _separate_tied(model, device_map, runs_on)
     attach_align_device_hook_on_blocks(
         model,
@@ -166,9 +169,11 @@ def _checked_map(
     unplaced: Any = getattr(model, "_no_placement_params", None)
     endings = tuple(unplaced or ())
     optional = {name: "cpu" for name, _ in model.named_parameters() if name.endswith(endings)}
-    check_device_map(model, optional | dict(device_map), strict=strict)
-    check_available(device_map)
-    return dict(device_map)
+    # Elsewhere the CPU is compared with "cpu".
+    checked = {name: "cpu" if device == torch.device("cpu") else device for name, device in device_map.items()}
+    check_device_map(model, optional | checked, strict=strict)
+    check_available(checked)
+    return checked
 
 
 def choose_main_device(devices: list[Device], main_device: Device | None = None) -> torch.device:

@@ -47,7 +47,7 @@ def offload_weight(
             The folder is unchanged.
     """
     partial, target = _write_beside(weight, weight_name, Path(offload_folder))
-    os.replace(partial, target)  # existing mappings keep the former file
+    _put_in_place(partial, target)
     if index is None:
         index = {}
     index[weight_name] = _entry(weight)
@@ -100,11 +100,11 @@ def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any])
     Raises:
         CheckpointError: The file is missing or too short, or the entry has no dtype or shape.
     """
-    tensor, _ = _mapped(Path(weight_file), weight_info)
+    tensor, _ = _map_file(Path(weight_file), weight_info)
     return tensor
 
 
-def _mapped(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
+def _map_file(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
     """Return the tensor in a file, and its location. None for an empty tensor, whose file cannot be mapped."""
     dtype = getattr(torch, str(info.get("dtype")), None)
     shape = info.get("shape")
@@ -118,11 +118,26 @@ def _mapped(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan
 
 
 def save_offload_index(index: Index, offload_folder: PathLike) -> None:
-    """Write or replace `index.json` in a folder. An empty index is not written."""
+    """Write or replace `index.json` in a folder. An empty index is not written.
+
+    Raises:
+        CheckpointError: The index cannot be written. The folder is unchanged.
+    """
     if not index:
         return
     partial, target = _write_index_beside(index, Path(offload_folder))
-    os.replace(partial, target)
+    _put_in_place(partial, target)
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    """Rename a temporary file to its final name, or delete it and raise a `CheckpointError`."""
+    try:
+        os.replace(partial, target)  # existing mappings keep the former file
+    except OSError as error:
+        _remove([partial], [])
+        raise CheckpointError(
+            f"{target.name} cannot be written to {target.parent}: {error.strerror}. Use another folder."
+        ) from error
 
 
 def offload_state_dict(
@@ -175,10 +190,12 @@ def offload_state_dict(
 
 def _remove(files: list[Path], folders: list[Path]) -> None:
     """Remove temporary files, and the folders that were created for them, innermost first."""
-    with contextlib.suppress(OSError):  # the first error is reported
-        for file in files:
+    # Their own errors are suppressed: the error that led here is raised instead.
+    for file in files:
+        with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):
             folder.rmdir()
 
 
@@ -232,13 +249,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = {} if save_folder is None else read_offload_index(save_folder)
         self.index = index
         self.device = None if device is None else to_device(device)
-        self._mapped: dict[str, tuple[torch.Tensor, FileSpan | None]] = {}  # the results of `on_disk` so far, by name
+        self._found: dict[str, tuple[torch.Tensor, FileSpan | None]] = {}  # the results of `on_disk` so far, by name
         self._files: dict[str, StoredWeights] = {}  # the safetensors files of these results, by path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
         state_dict = copy.deepcopy(self.state_dict, memo)
         twin = OffloadedWeightsLoader(state_dict, self.save_folder, self.index, self.device)
-        twin._mapped = {name: copy_stored(*found, memo) for name, found in self._mapped.items()}
+        twin._found = {name: copy_stored(*found, memo) for name, found in self._found.items()}
         twin._files = copy.deepcopy(self._files, memo)
         return twin
 
@@ -271,18 +288,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             KeyError: The name is not in the index.
             CheckpointError: A file is missing or too short, or lacks the tensor.
         """
-        if name not in self._mapped:
-            self._mapped[name] = self._map(name, self.index[name])
-        return self._mapped[name]
+        if name not in self._found:
+            self._found[name] = self._find(name, self.index[name])
+        return self._found[name]
 
-    def _map(self, name: str, entry: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
+    def _find(self, name: str, entry: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
         file = entry.get("safetensors_file")
         if file is None:  # a file of `offload_weight`
             if self.save_folder is None:
                 raise CheckpointError(
                     f"the index has no file for {name!r}. Pass the folder of its weights (save_folder)."
                 )
-            return _mapped(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
+            return _map_file(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
         stored = self._files.get(file)
         if stored is None:
             stored = StoredWeights()

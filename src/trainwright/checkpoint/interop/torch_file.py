@@ -6,9 +6,10 @@ pickles, followed by the storages. Unpickling calls every function that the pick
 This module reads a file in two passes. `pickle_parser` parses the pickle: each import and each call becomes a
 placeholder. `_Interpreter` then replaces placeholders with known names (tensors, plain containers, numbers) by values;
 `_REFERENCES` and `_CALLS` at the end of this file list these names. Other placeholders and their arguments remain as
-they are, so that they can be skipped even if they contain something that cannot be read. The memory
-that a small file can use is limited. `torch.load(weights_only=True)` limits neither memory nor time, and a crafted file
-could corrupt memory before torch 2.10 (CVE-2026-24747); torch 2.9 is supported.
+they are, so that they can be skipped even if they contain something that cannot be read.
+
+The memory that a small file can use is limited. `torch.load(weights_only=True)` limits neither memory nor time, and a
+crafted file could corrupt memory before torch 2.10 (CVE-2026-24747); torch 2.9 is supported.
 
 Tensors are mapped from the file by default, so that bytes are read on first use. When `torch.save` overwrites the file,
 it truncates the file first, and accessing a mapping of a truncated file kills the process. Therefore copy tensors that
@@ -42,9 +43,9 @@ from trainwright.checkpoint.interop.pickle_parser import (
 from trainwright.core.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 128 * 2**20
-# Limit on all values. Each counts once per reference; text also counts by its length.
+# Limit on all values. Each reference counts as one value, and text as one more for each 32 characters.
 MAX_VALUES = 8_000_000
-_CHARACTERS_PER_VALUE = 32  # of text, which count as one value
+_CHARACTERS_PER_VALUE = 32
 # Views can repeat elements. A file of 1 GiB may have tensors with 4 GiB + 16 MiB in total.
 _MAX_TIMES_FILE_SIZE = 4
 _ADDITIONAL_BYTES = 16 * 2**20
@@ -405,7 +406,7 @@ class _Interpreter:
 
 
 def _length_of(value: object) -> int:
-    """Return the length of text or bytes, the size of an integer in bytes, or 0 for another value."""
+    """Return the length of text or bytes, the size of an integer in full bytes, or 0 for another value."""
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)
     return value.bit_length() // 8 if type(value) is int else 0
@@ -432,16 +433,22 @@ def _tensor(reader: _Interpreter, call: Placeholder) -> torch.Tensor:
 
 
 def _tensor_with_attributes(reader: _Interpreter, call: Placeholder) -> Any:
-    """Interpret a tensor that was saved as a Parameter or with attributes. The attributes are skipped."""
+    """Interpret a tensor with attributes, or a tensor of a sub-class. The attributes are skipped."""
     rebuild, kind, args, _attributes = call.args or ()
     if type(rebuild) is not Placeholder or type(args) is not tuple:
         raise ValueError("a tensor subclass that no function builds")
     is_subclass = type(kind) is Placeholder and kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter")
     if is_subclass:
         return reader.unsupported(kind)
-    if rebuild.name not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"):
+    if rebuild.name not in _TENSOR_CALLS:
         return reader.unsupported(rebuild)
     return reader.value(Placeholder(rebuild.name, args))
+
+
+def _parameter(reader: _Interpreter, call: Placeholder) -> Any:
+    """Return the tensor of a Parameter. Its further arguments, such as attributes, are skipped."""
+    data, *_ = call.args or ()
+    return reader.value(data)
 
 
 def _items(reader: _Interpreter, call: Placeholder) -> dict[Any, Any]:
@@ -480,10 +487,10 @@ def _bytes(reader: _Interpreter, call: Placeholder) -> bytes:
     return bytes(text, "latin1")
 
 
-def _numpy_dtype(reader: _Interpreter, call: Placeholder) -> np.dtype[Any]:
+def _numpy_dtype(reader: _Interpreter, call: Placeholder) -> np.dtype[Any] | Placeholder:
     name, *_ = reader.arguments(call)
-    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):  # np.dtype also parses structured types
-        raise ValueError("a numpy array of an unsupported dtype")
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):  # text, objects, dates and structured types
+        return reader.unsupported(call)
     dtype = np.dtype(name)
     # The name, such as "f4", has no byte order. The state begins with a version and the byte order, such as (3, "<").
     order = call.state[1] if call.state else "|"
@@ -494,6 +501,8 @@ def _numpy_dtype(reader: _Interpreter, call: Placeholder) -> np.dtype[Any]:
 
 def _numpy_scalar(reader: _Interpreter, call: Placeholder) -> Any:
     dtype, data = reader.arguments(call)
+    if isinstance(dtype, Placeholder):  # an unsupported dtype, whose name has been collected
+        return dtype
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for a {dtype}")
     return np.frombuffer(data, dtype)[0]
@@ -502,6 +511,8 @@ def _numpy_scalar(reader: _Interpreter, call: Placeholder) -> Any:
 def _numpy_array(reader: _Interpreter, call: Placeholder) -> Any:
     # The call creates an empty array. `ndarray.__setstate__` receives the shape and the elements.
     _version, shape, dtype, is_fortran, data = reader.value(call.state)
+    if isinstance(dtype, Placeholder):  # an unsupported dtype, whose name has been collected
+        return dtype
     sizes = checked_sizes(shape)
     return np.frombuffer(data, dtype).reshape(sizes, order="F" if is_fortran else "C").copy()
 
@@ -543,12 +554,20 @@ _SHARED = frozenset({Placeholder, dict, list, tuple, set, frozenset})
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
 _Function = Callable[[_Interpreter, Placeholder], Any]
+# Without the sub-class call itself, so that a file cannot nest it.
+_TENSOR_CALLS = (
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+)
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 # The functions that return the value of a call, by the name of what is called.
 _CALLS: dict[str, _Function] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": lambda reader, call: reader.arguments(call)[0],
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
     "torch.Size": lambda reader, call: torch.Size(checked_sizes(*reader.arguments(call))),
     "torch.device": lambda reader, call: torch.device(*reader.arguments(call)),

@@ -78,7 +78,10 @@ class _Files:
         return single if self.is_single else f"{single}.index.json"
 
     def names(self, infix: str = "") -> list[str]:
-        """Return the names of the weight files: the final names or, with `infix`, temporary names that contain it."""
+        """Return the names of the weight files: the final names or, with `infix`, temporary names that contain it.
+
+        A single file has its final name with any `infix`, since its rename publishes the model.
+        """
         if self.is_single:
             return [self.entry]
         stem, suffix = ("model", ".safetensors") if self.safe else ("pytorch_model", ".bin")
@@ -164,7 +167,7 @@ def replace_weights(
         shard_files = _rename_to_final(folder, files, shard_files)
     except OSError as error:
         raise CheckpointError(
-            f"the new weights are in {folder}, but old files could not be deleted: {error}. Save again to retry."
+            f"the new weights are in {folder}, but files of the old model remain: {error}. Save again to retry."
         ) from error
     # A single file is its own entry, so `fromkeys` removes the second occurrence.
     return [folder / name for name in dict.fromkeys([*shard_files, files.entry])]
@@ -255,6 +258,11 @@ def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_
     except BaseException as error:
         # After the rename, the folder holds the new model, whose files must remain.
         if is_ready and not os.path.lexists(written[entry]):
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"the new weights are in {folder}, but may be lost if the machine stops now: the disk reports "
+                    f"{error.strerror or error}. Save again to retry."
+                ) from error
             raise
         _undo(new_files, new_folders)
         if isinstance(error, OSError):
@@ -327,10 +335,12 @@ def _rename_to_final(folder: Path, files: _Files, names: list[str]) -> list[str]
 
 def _undo(files: list[Path], folders: list[Path]) -> None:
     """Delete files, and then folders that are empty."""
-    with contextlib.suppress(OSError):  # the first error is raised instead
-        for file in files:
+    # Their own errors are suppressed: the error that led here is raised instead.
+    for file in files:
+        with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):
             folder.rmdir()
 
 
