@@ -30,7 +30,7 @@ class _Counters:
 
 
 class Throughput(Callback):
-    """Callback that logs rates every `log_every_n_steps` steps, over about the last `window_size` steps.
+    """Callback that logs rates every `log_every_n_steps` steps of the Trainer, over about the last `window_size` steps.
 
     The metrics are `throughput/steps_per_s`, `throughput/samples_per_s`, `throughput/tokens_per_s` (if the task
     overrides `num_tokens`), and with FLOPs `throughput/flops_per_s` and `throughput/mfu`. Rates are sums over all

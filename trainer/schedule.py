@@ -36,14 +36,14 @@ class ValidationSchedule:
         self._at_epoch_end = False
         self._batches = 0  # micro-batches, also for a fraction of an epoch
         self._epochs: float | None = None
-        self._interval: Interval | None = None  # steps, samples, tokens, or micro-batches with a unit: "500 batches"
+        self._interval: Interval | None = None  # steps, samples, tokens, or batches, as in "500 batches"
         self._clock: AgreedClock | None = None  # seconds
         # Only for seconds, of `state.seconds`: the interval, and the time at which the next validation is due.
         self._span_s = 0.0
         self._next_s = 0.0
         self._run: Run | None = None  # None until `align`
         if isinstance(interval, Duration):
-            self._take_duration(interval)
+            self._set_duration(interval)
         elif isinstance(interval, float):
             if interval == 1.0:
                 self._at_epoch_end = True
@@ -60,7 +60,7 @@ class ValidationSchedule:
                 )
             self._batches = interval
 
-    def _take_duration(self, interval: Duration) -> None:
+    def _set_duration(self, interval: Duration) -> None:
         if interval.unit == "epochs":
             if self._num_batches is None and not float(interval.value).is_integer():
                 raise _without_length(f"'{interval}'")
@@ -100,6 +100,8 @@ class ValidationSchedule:
         validation that becomes due in an epoch without validations is omitted. For an interval in seconds rank 0's
         clock decides, and some calls are collective (see `AgreedClock`).
         """
+        # The calls of `due` and `_time_is_up` come first: they move the due time, also in an epoch without validations,
+        # and the clock is collective.
         if self._interval is not None:
             return self._interval.due(state) and self.in_epoch(state.epoch)
         if self._clock is not None:
@@ -213,7 +215,7 @@ class EndOfFit:
         """Return whether a limit is reached, except limits in seconds, which differ between ranks."""
         if state.step >= self._max_steps or state.epoch >= self._max_epochs:
             return True
-        return bool(self._counted) and any(limit.reached(state) for limit in self._counted)
+        return any(limit.reached(state) for limit in self._counted)
 
     def reached_by(self, state: TrainState, num_batches: int | None) -> str:
         """Return a message that names the reached limits, including this rank's clock; empty if none is reached.

@@ -1,4 +1,4 @@
-"""Metrics in files of DVCLive."""
+"""Metrics, hyper-parameters and images in files of DVCLive."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class DVCLiveLogger(QueuedLogger):
     @classmethod
     def in_folder(cls, root_dir: Path, project: str | None = None, **options: Any) -> Logger:
         """Return a logger that writes into the folder `dvclive`, or into the project's sub-folder of it."""
-        return cls(**{"dir": root_dir / "dvclive" / (project or ""), **options})
+        options.setdefault("dir", root_dir / "dvclive" / (project or ""))
+        return cls(**options)
 
     def _open(self, run: RunInfo) -> None:
         dvclive = require_package("dvclive", purpose="DVCLiveLogger")
@@ -51,7 +52,7 @@ class DVCLiveLogger(QueuedLogger):
         self._experiment = dvclive.Live(dir=str(self._dir), **options)
 
     def _last_steps(self) -> Mapping[str, int]:
-        # `val/loss.tsv` has the columns step and value, separated by a tab, after one line with their names.
+        # `val/loss.tsv` has the columns "step" and "loss", separated by a tab, after one line with their names.
         folder = Path(self.log_dir or ".", "plots", "metrics")
         last_steps: dict[str, int] = {}
         for path in folder.rglob("*.tsv"):

@@ -1,4 +1,4 @@
-"""Metrics in Trackio."""
+"""Metrics, hyper-parameters and images in Trackio."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrackioLogger(QueuedLogger):
             "project": self._project,
             "name": self._id or self._run_name or run.run_name,
             "resume": "allow" if self._exists else "never",
-            # Trackio would open its dashboard in a notebook, and log the use of devices.
+            # Trackio would open its dashboard in a notebook, and log the utilization of GPU and CPU.
             "embed": False,
             "auto_log_gpu": False,
             "auto_log_cpu": False,

@@ -13,7 +13,8 @@ from trainwright.core.errors import ConfigurationError
 
 
 class DummyOptim(Optimizer):
-    """Placeholder for the optimizer in DeepSpeed's configuration. Passes parameters and values for `"auto"`.
+    """Placeholder for the optimizer in DeepSpeed's configuration. Gives DeepSpeed the parameters, and values for
+    `"auto"`.
 
     The class and its arguments have the names that Accelerate uses.
 
@@ -61,10 +62,10 @@ class DummyScheduler:
             names an optimizer but no scheduler. Default: None.
 
     Attributes:
-        missing: The error message for calls before the real scheduler exists.
+        message_before_real: The error message for calls before the real scheduler exists.
     """
 
-    missing: ClassVar[str] = (
+    message_before_real: ClassVar[str] = (
         "DummyScheduler is a placeholder for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy("
         "config=…) with a 'scheduler' in it, pass lr_scheduler_callable, or return a real scheduler from "
         "configure_optimizers."
@@ -91,7 +92,7 @@ class DummyScheduler:
     def real(self) -> Any:
         """The scheduler of the real optimizer. Raises a ConfigurationError before `stand_for` is called."""
         if self._real is None:
-            raise ConfigurationError(self.missing)
+            raise ConfigurationError(self.message_before_real)
         return self._real
 
     def step(self) -> None:

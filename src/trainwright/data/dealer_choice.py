@@ -27,10 +27,9 @@ def dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer,
     in_order = options.shuffle is False and _has_plain_batches(loader)
     if divides_itself and not options.use_distributed_sampler:
         in_order = False
+    keeps_distributed_sampler = divides_itself and not in_order
     # The data is divided here unless each rank has its own data, or a distributed sampler that stays divides it.
-    is_dealt = options.world == 1
-    if options.use_distributed_sampler and (in_order or not divides_itself):
-        is_dealt = True
+    is_dealt = options.world == 1 or (options.use_distributed_sampler and not keeps_distributed_sampler)
     rank = options.rank if is_dealt else 0
     world = options.world if is_dealt else 1
     seeding = _seeding(loader, options)
@@ -59,7 +58,7 @@ def dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer,
         kind = SplitBatchShard if options.split_batches and world > 1 else BatchShard
         dealer = kind(sampler, rank=rank, world=world, seed=options.seed, seeding=seeding, completes=completes)
     if not is_dealt:
-        dealer.stream = options.rank
+        dealer.stream = options.rank  # each rank has its own data: the stream keeps the seeds of ranks apart
     return dealer, is_dealt
 
 

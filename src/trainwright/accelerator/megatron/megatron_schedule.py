@@ -109,7 +109,7 @@ class MegatronLMDummyScheduler(DummyScheduler):
         kwargs: Accepted without effect: they are for schedules of Megatron-LM.
     """
 
-    missing = (
+    message_before_real = (
         "MegatronLMDummyScheduler is a placeholder for the schedule of MegatronLMPlugin. Prepare it with "
         "Accelerator(megatron_lm_plugin=…), or use a scheduler of torch."
     )

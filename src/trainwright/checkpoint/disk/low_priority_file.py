@@ -28,6 +28,11 @@ class LowPriorityFile(HashingFile):
     The thread `quiet` hashes the data. Files of at least `DIRECT_FROM_BYTES` are written with `O_DIRECT` if the system
     supports it, which takes about a tenth of the processor time of the page cache. `O_DIRECT` needs addresses, offsets
     and lengths that are multiples of a disk block. All other data is written through the page cache.
+
+    Args:
+        path: the file to create.
+        size: the number of bytes that will be written, by which `O_DIRECT` is chosen.
+        quiet: the thread that hashes the data.
     """
 
     def __init__(self, path: Path, *, size: int, quiet: LowPriorityThread) -> None:
@@ -59,7 +64,8 @@ class LowPriorityFile(HashingFile):
             if self._direct is None:
                 self._quiet.put(write_rest)
             else:
-                write_rest()  # the header, or the incomplete block at the end
+                # The header, a chunk that is not aligned, the incomplete block at the end, or the rest on a full disk.
+                write_rest()
 
     def _write_direct(self, chunk: memoryview, position: int) -> int:
         """Write a chunk's complete disk blocks with O_DIRECT. Return the number of these bytes, or 0.
@@ -97,7 +103,7 @@ class LowPriorityFile(HashingFile):
                     written += os.pwrite(self._file.fileno(), chunk[written:], position + written)
                 else:  # Windows has no O_DIRECT either, so that all writes are in order
                     written += self._file.write(chunk[written:])
-        # On Linux this starts writing to the disk, see `HashingFile`.
+        # Start writing to the disk, see `HashingFile._start_writeback`. With O_DIRECT, these are few bytes.
         if self._direct is None and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._file.fileno(), position, len(chunk), os.POSIX_FADV_DONTNEED)

@@ -98,12 +98,13 @@ def group_trainer_options(parser: ArgumentParser) -> None:
     """
     assert parser.groups is not None
     # argparse (Python 3.11 to 3.13) has no public way to move an option into another group.
-    ungrouped = parser.groups["trainer"]._group_actions
-    actions = {action.dest: action for action in ungrouped}
+    trainer_actions = parser.groups["trainer"]._group_actions
+    actions = {action.dest: action for action in trainer_actions}
     for title, (text, names) in TRAINER_GROUPS.items():
         group = parser.add_argument_group(title, text)
         for name in names:
+            # jsonargparse adds `--trainer.NAME.help` for an argument that takes a class.
             for dest in (f"trainer.{name}", f"trainer.{name}.help"):
                 if dest in actions:
-                    ungrouped.remove(actions[dest])
+                    trainer_actions.remove(actions[dest])
                     group._group_actions.append(actions[dest])

@@ -35,7 +35,7 @@ class RunFileError(TrainwrightError):
 
 @contextlib.contextmanager
 def damage_named(file: Path | str) -> Iterator[None]:
-    """Return a context that reads a file, or uses what was read. Errors of its content become a RunFileError.
+    """Context for reading a file or using what was read. Errors of its content become a RunFileError.
 
     A damaged file can have any value at any place: a text as a step, a time in the year 30000, lists 1,000 deep.
     """
@@ -109,7 +109,8 @@ def read_run(path: str | Path) -> RunFiles:
     of the run's loggers, or else beside the record.
 
     Args:
-        path: folder of a run, a file in it, or a folder above several runs, of which the newest that trained is read.
+        path: folder of a run, a file in it, or a folder above several runs, of which the newest in which a fit
+            began is read.
 
     Raises:
         ConfigurationError: `path` does not exist, or contains no run.
@@ -159,7 +160,7 @@ def _newest_logs(path: Path, top: Path) -> Path:
 
 
 def run_folders(top: str | Path) -> list[Path]:
-    """Return the folders in `top` that have a record or curves, sorted by path. Omit those of evaluation steps."""
+    """Return the folders in `top` that have a record or curves, sorted by path. Sub-folders of these are omitted."""
     folders: set[Path] = set()
     for pattern in (RECORD_FILE, *_READERS):
         folders |= {file.parent for file in Path(top).rglob(pattern)}
@@ -186,13 +187,13 @@ def _record_of(logs: Path) -> Path | None:
 def _newest(top: Path, pattern: str) -> Path | None:
     """Return the newest file with a name in a folder or, without one, in the folders below it.
 
-    Runs that trained come before those that only evaluated.
+    Runs in which a fit began come before those that only evaluated.
     """
     files = [*top.glob(pattern)] or [*top.rglob(pattern)]
-    trained: set[Path] = set()
+    with_fit: set[Path] = set()
     if pattern == RECORD_FILE:
-        trained = {file for file in files if b'"event": "fit"' in file.read_bytes()}
-    return max(files, key=lambda file: (file in trained, file.stat().st_mtime, file.name), default=None)
+        with_fit = {file for file in files if b'"event": "fit"' in file.read_bytes()}
+    return max(files, key=lambda file: (file in with_fit, file.stat().st_mtime, file.name), default=None)
 
 
 def _read_record(path: Path, run: RunFiles) -> None:
@@ -230,8 +231,8 @@ def _read_curves(folder: Path, run: RunFiles) -> None:
         for file in files:
             with damage_named(file):
                 read(file, points)
-                # After each file, so that an error of a value names the file that contains it.
-                # A column of a CSV file may have no values.
+                # After each file, so that an error of a value names the file that contains it. A column of a CSV file
+                # may have no values.
                 curves = {name: _curve(values) for name, values in sorted(points.items()) if values}
         if points:
             run.sources += files
@@ -298,7 +299,7 @@ def _read_events(path: Path, points: dict[str, list[tuple[int, float]]]) -> None
     """Read the scalars of an event file. A restart event removes all earlier values from its step on."""
     protos = require_package("tensorboard.compat.proto.event_pb2", purpose="reading event files", install="tensorboard")
     for event in _records(path, protos.Event):
-        if event.session_log.status == protos.SessionLog.START and event.HasField("session_log"):
+        if event.HasField("session_log") and event.session_log.status == protos.SessionLog.START:
             for name, values in points.items():
                 points[name] = [point for point in values if point[0] < event.step]
         for value in event.summary.value:
@@ -322,15 +323,16 @@ def _records(path: Path, kind: Any) -> Iterator[Any]:
     with open(path, "rb") as file:
         while len(header := file.read(12)) == 12:
             length, checksum = struct.unpack("<QI", header)
+            begin = file.tell() - len(header)
             if checksum != checksums.masked_crc32c(header[:8]):
-                raise RunFileError(f"{path}, byte {file.tell() - 12}: a checksum does not match. The file is damaged.")
+                raise RunFileError(f"{path}, byte {begin}: a checksum does not match. The file is damaged.")
             if length + 4 > path.stat().st_size - file.tell():  # truncated; a wrong length may be 1 TiB
                 return
             data = file.read(length + 4)
             try:
                 yield kind.FromString(data[:-4])
             except Exception as error:  # noqa: BLE001  # DecodeError of protobuf, which may have several versions
-                raise RunFileError(f"{path}, byte {file.tell()}: {error}. The file is damaged.") from None
+                raise RunFileError(f"{path}, byte {begin}: {error}. The file is damaged.") from None
 
 
 _READERS = {"metrics.csv": _read_csv, "metrics.jsonl": _read_jsonl, _EVENT_FILES: _read_events}

@@ -1,4 +1,4 @@
-"""Availability of packages and devices, under Accelerate's names. torch is imported on first use."""
+"""Availability and versions of packages and devices, under Accelerate's names. torch is imported on first use."""
 
 from __future__ import annotations
 
@@ -165,9 +165,14 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the CUDA device computes in 8 bits, which requires compute capability 8.9 or later."""
+    """Return whether the CUDA device computes in 8 bits, which requires compute capability 8.9 or later.
+
+    False without a CUDA device.
+    """
     import torch
 
+    if not torch.cuda.is_available():
+        return False
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
