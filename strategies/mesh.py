@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, debug
 
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
@@ -173,6 +172,8 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 def _clear_sharding_cache() -> None:
     """Clear torch's cache of how DTensor operations shard their results. Its name differs between versions."""
+    from torch.distributed.tensor import DTensor, debug  # takes longer than the rest of a small run's start
+
     was_cleared = False
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         if hasattr(debug, name):

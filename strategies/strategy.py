@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -20,10 +20,8 @@ from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes, Proc
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.units import check_blocks, repeated_blocks
-
-if TYPE_CHECKING:
-    from trainwright.strategies.mesh import MeshShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +157,6 @@ class Strategy(metaclass=_StrategyType):
         Raises:
             ConfigurationError: The engine cannot train the task.
         """
-        from trainwright.strategies.mesh import MeshShape  # imports much of torch
-
         return StrategyOutline(MeshShape(dp_replicate=settings.num_processes))
 
     @property

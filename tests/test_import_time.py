@@ -83,3 +83,26 @@ def test_making_a_trainer_imports_nothing_heavy_beyond_torch() -> None:
     )
     assert "trainwright.core.task" in added
     assert _forbidden_among(added) == []
+
+
+@pytest.mark.slow
+def test_a_fit_imports_nothing_for_processes_that_it_does_not_have() -> None:
+    added = _added_modules(
+        "import torch\n"
+        "from trainwright import TaskModule, Trainer\n"
+        "class Task(TaskModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.net = torch.nn.Linear(2, 1)\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return self.net(batch).sum()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), lr=0.1)\n"
+        "import tempfile\n"
+        "with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):\n"
+        "    data = torch.utils.data.DataLoader(torch.ones(4, 2))\n"
+        "    Trainer(max_epochs=1, default_root_dir=folder).fit(Task(), data)",
+    )
+    assert "trainwright.trainer.loop" in added
+    assert not any(name.startswith("torch.distributed._tools") for name in added)
+    assert "trainwright.strategies.shards" not in added

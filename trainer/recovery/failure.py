@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,14 +13,20 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.state import TrainState
 from trainwright.core.tree import Batch, is_container
 
-_LIBRARY_PATHS = (  # beginnings of paths whose lines are not user code
-    str(Path(__file__).parents[2]),  # trainwright
-    str(Path(torch.__file__).parent),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<",  # code without a file, such as what torch and dataclasses generate
-)
 _MAX_ITEMS = 8  # shown of a container
 _NOTE_START = "in "  # first characters of a note of `note_batch`, by which it is recognized
+
+
+def _library_paths() -> tuple[str, ...]:
+    """Return the beginnings of paths whose lines are not user code."""
+    import sysconfig  # needed after an error only
+
+    return (
+        str(Path(__file__).parents[2]),  # trainwright
+        str(Path(torch.__file__).parent),
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        "<",  # code without a file, such as what torch and dataclasses generate
+    )
 
 
 def note_missing_weights(error: BaseException, task: torch.nn.Module) -> None:
@@ -75,8 +80,9 @@ def _user_line(error: BaseException) -> str:
 
     For example `, /home/me/train.py:12: loss = self.net(x)`.
     """
+    library_paths = _library_paths()
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith(_LIBRARY_PATHS):
+        if frame.filename.startswith(library_paths):
             continue
         location = f", {frame.filename}:{frame.lineno}"
         return f"{location}: {frame.line}" if frame.line else location
