@@ -22,6 +22,7 @@ SCRIPTS = (
     "save_cost.py",
     "checkpoint.py",
     "data_order.py",
+    "growth.py",
     "dispatch.py",
     "ddp.py",
     "memory.py",
