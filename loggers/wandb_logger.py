@@ -186,7 +186,8 @@ class WandbLogger(RemoteLogger):
             # -1 is below every step: nothing is skipped.
             self._resumed_evaluation_steps[key] = -1 if last_step is None else int(last_step)
         # `epoch` keeps the training step as its x-axis, because training logs it too.
-        for name in values.keys() - self._evaluation_names - {"epoch"}:
+        shared = self.prefixed({"epoch": 0}).keys()
+        for name in values.keys() - self._evaluation_names - shared:
             self._experiment.define_metric(name, step_metric=key)
             self._evaluation_names.add(name)
         if step > self._resumed_evaluation_steps[key]:

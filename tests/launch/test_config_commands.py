@@ -37,7 +37,7 @@ def test_default_writes_the_file_that_launch_reads(capsys: pytest.CaptureFixture
 def test_update_keeps_values_and_the_kind_of_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "old.yaml"
     file.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_NPU\nfp16: true\nnum_processes: 2\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: multi_npu\nfp16: true\nnum_processes: 2\n"
         "main_training_function: main\ndynamo_backend: INDUCTOR\nmain_process_ip: null\n"
     )
     values = read_file(file)[1]
@@ -139,7 +139,7 @@ def test_tpu_config_prints_its_command(
     options: list[str], start: list[str], pod: str, commands: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.yaml").write_text("tpu_name: pod\ntpu_zone: z\ncommands: [ls, pwd]\ncommand_file: null\n")
-    (tmp_path / "commands").write_text("make\nmake test\n")
+    (tmp_path / "commands").write_text("make\n\nmake test\n")
     names = {"{file}": str(tmp_path / "a.yaml"), "{commands}": str(tmp_path / "commands")}
     assert main(["tpu-config", "--debug", *(names.get(word, word) for word in options)]) == 0
     last = ["--zone", "z", "--command", f"cd /usr/share; {commands}", "--worker", "all"]

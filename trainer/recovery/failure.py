@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,12 +22,10 @@ def _library_paths() -> tuple[str, ...]:
     """Return the beginnings of paths whose lines are not user code."""
     import sysconfig  # needed after an error only
 
-    return (
-        str(Path(__file__).parents[2]),  # trainwright
-        str(Path(torch.__file__).parent),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        "<",  # code without a file, such as what torch and dataclasses generate
-    )
+    folders = [str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)]
+    folders += [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    generated = "<"  # code without a file, such as what torch and dataclasses generate
+    return (*(folder + os.sep for folder in folders), generated)
 
 
 def note_missing_weights(error: BaseException, task: torch.nn.Module) -> None:

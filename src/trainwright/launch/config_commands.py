@@ -74,7 +74,7 @@ def _update(path: Path | None) -> int:
     content = reading.read_content(path)
     values = reading.read_file(path)[1]
     # Options do not contain the type of the devices, such as MULTI_NPU: take it from the old file.
-    devices = str(content.get("distributed_type"))
+    devices = str(content.get("distributed_type")).upper()
     if devices not in reading.DEVICES or devices == "MULTI_CPU":
         devices = "MULTI_GPU"
     _write(LaunchConfig(**values), path, devices)
@@ -185,9 +185,10 @@ def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[
         commands = content.get("commands") or []
     if file is not None:
         try:
-            commands = Path(file).read_text().splitlines()
-        except OSError as error:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"--command_file {file} cannot be read: {error}.") from error
+        commands = [line for line in lines if line.strip()]
     if not commands:
         raise ConfigurationError("no command was given. Pass --command 'pip install .', or --command_file with a file.")
     return ["cd /usr/share", *map(str, commands)]
