@@ -14,6 +14,7 @@ import statistics
 import time
 
 import torch
+from measuring import Bars
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -95,8 +96,10 @@ def main() -> None:
     found = debug_launcher(samples_per_s, given, num_processes=2)
     for kind, value in found.items():
         print(f"{kind:<12} {value:8.0f} samples/s")
+    bars = Bars()
     ratio = found["dispatched"] / found["divided"]
-    print(f"{'ok  ' if ratio >= LEAST_RATIO else 'MISS'} dispatched over divided: {ratio:.3f} (at least {LEAST_RATIO})")
+    bars.add(f"dispatched over divided loader, {arguments.network} network", ratio, LEAST_RATIO, "×", at_least=True)
+    bars.print()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -85,17 +85,25 @@ class Bar:
         what: the figure.
         measured, limit: both in `unit`. The figure must be at most `limit`.
         unit: such as `"s"`, or `"×"` for a ratio.
+        at_least: the figure must be at least `limit` instead.
     """
 
     what: str
     measured: float
     limit: float
     unit: str
+    at_least: bool = False
 
     @property
     def verdict(self) -> str:
         """`"ok"` or `"MISS"`."""
-        return "ok" if self.measured <= self.limit else "MISS"
+        is_reached = self.measured >= self.limit if self.at_least else self.measured <= self.limit
+        return "ok" if is_reached else "MISS"
+
+    @property
+    def bound(self) -> str:
+        """The limit as text, such as `≤ 1.01`."""
+        return f"{'≥' if self.at_least else '≤'} {self.limit:.4g}"
 
 
 class Bars:
@@ -107,15 +115,18 @@ class Bars:
     def __init__(self) -> None:
         self._bars: list[Bar] = []
 
-    def add(self, what: str, measured: float, limit: float, unit: str) -> None:
-        """Compare one measurement, in `unit`, with its upper limit."""
-        self._bars.append(Bar(what, measured, limit, unit))
+    def __iter__(self) -> Iterator[Bar]:
+        return iter(self._bars)
+
+    def add(self, what: str, measured: float, limit: float, unit: str, *, at_least: bool = False) -> None:
+        """Compare one measurement, in `unit`, with its upper limit, or with its lower one."""
+        self._bars.append(Bar(what, measured, limit, unit, at_least))
 
     def print(self) -> None:
         """Print one line for each bar, and append the bars to the file of `python -m benchmarks`."""
         print()
         for bar in self._bars:
-            print(f"{bar.verdict:4} {bar.what}: {bar.measured:.4g} {bar.unit} (at most {bar.limit:.4g})")
+            print(f"{bar.verdict:4} {bar.what}: {bar.measured:.4g} {bar.unit} ({bar.bound})")
         sys.stdout.flush()
         path = os.environ.get(BARS_FILE)
         if path is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from measuring import interleave
+from measuring import Bars, interleave
 
 from trainwright import Accelerator, debug_launcher
 from trainwright.strategies.context.blocks import backward_block, forward_block
@@ -77,9 +77,10 @@ def main() -> None:
     rows = zip(found["ring"], found["compute"], found["exchange"], strict=True)
     ratio = statistics.median(ring / (compute + exchange) for ring, compute, exchange in rows)
     parts = ", ".join(f"{name} {statistics.median(values) * 1e3:.1f} ms" for name, values in found.items())
-    print(
-        f"{'ok  ' if ratio <= LARGEST_RATIO else 'MISS'} ring attention: {ratio:.3f} (at most {LARGEST_RATIO}); {parts}"
-    )
+    print(parts)
+    bars = Bars()
+    bars.add("ring attention over its computation and exchanges", ratio, LARGEST_RATIO, "×")
+    bars.print()
 
 
 if __name__ == "__main__":

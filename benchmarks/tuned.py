@@ -1,38 +1,37 @@
 """What `trainwright profile --apply` gains: a step of the tuned configuration against a hand-written loop.
 
-    python benchmarks/tuned.py [--rounds 4]
+    python benchmarks/tuned.py [--models nanoGPT LSTM] [--rounds 4] [--minutes 6]
 
-Two models: nanoGPT's for a CPU (`real_model.py`) and the classifier of the template. `--apply` writes the tuned
-configuration first. Then the loop, the Trainer without changes and the tuned Trainer run in interleaved rounds in this
-process. A figure is the median over rounds of the ratio to the loop of the same round. Seconds are those of 100 steps
-after 50 others (nanoGPT), or the median of epochs of 20 steps without the first (classifier).
+Five models: nanoGPT's for a CPU, ResNet-18 on images of 32 × 32, a small BERT of transformers, a U-Net and an LSTM
+(`tuned_models.py`). `--apply` writes the tuned configuration first. Then the loop, the Trainer without changes and the
+tuned Trainer run in interleaved rounds in this process. A figure is the median over rounds of the ratio to the loop of
+the same round, for a mean step after the first ones. The largest difference of losses is the one that `--apply` found.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from measuring import describe_machine, interleave, print_table
-from real_model import BATCH_SIZE, CLIP, GPT, Text, make_optimizer
+from measuring import Bars, describe_machine, interleave, print_table
 from torch import nn
-from torch.utils.data import DataLoader
+from tuned_models import CLIP, WORKS, Work
 
-from trainwright import Callback, DataModule, TaskModule, Trainer, seed_everything
+from trainwright import Callback, Trainer, seed_everything
 
-WARMUP, STEPS, EPOCHS = 50, 100, 6
+WARM_UP, STEPS = 15, 60
 HAND, PLAIN, TUNED = "hand-written loop", "Trainwright", "tuned"
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -43,159 +42,167 @@ QUIET: dict[str, Any] = {
 }
 
 
-class Net(TaskModule):
-    """nanoGPT's model, with the arguments that `--apply` may set."""
+@dataclass
+class Tuned:
+    """What `--apply` has found.
 
-    def __init__(self, fused: bool = False) -> None:
-        super().__init__()
-        self.model, self.fused = GPT(), fused
+    Attributes:
+        config: the configuration that it wrote. Empty if no change was kept.
+        kept: the changes that are in it.
+        losses: largest difference of losses, relative to the mean loss.
+        seconds: that the command took.
+    """
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss."""
-        loss: torch.Tensor = self.model(batch)
-        return loss
+    config: dict[str, Any] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    losses: float = 0.0
+    seconds: float = 0.0
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer of the loop."""
-        optimizer = make_optimizer(self)
-        for group in optimizer.param_groups:
-            group["fused"] = self.fused or None
-        return optimizer
+    def arguments(self, section: str) -> dict[str, Any]:
+        """Return the arguments of the task or the data."""
+        arguments: dict[str, Any] = self.config.get(section, {}).get("init_args", {})
+        return arguments
 
 
-class Characters(DataModule):
-    """Its data."""
-
-    def __init__(self, num_workers: int = 0) -> None:
-        super().__init__()
-        self.num_workers = num_workers
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Return a shuffled loader."""
-        samples = Text((WARMUP + STEPS) * BATCH_SIZE)
-        return DataLoader(samples, BATCH_SIZE, shuffle=True, num_workers=self.num_workers)
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 class Clock(Callback):
-    """Notes the time after each step and at the start of each epoch."""
+    """Measures the steps after the first ones.
 
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.starts: list[float] = []
+    Attributes:
+        seconds: of a step, on average.
+    """
 
-    def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
-        self.starts.append(time.perf_counter())
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_steps, self.started, self.seconds = device, 0, 0.0, 0.0
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        if self.num_steps == WARM_UP:
+            synchronize(self.device)
+            self.started = time.perf_counter()
+        elif self.num_steps == WARM_UP + STEPS:
+            synchronize(self.device)
+            self.seconds = (time.perf_counter() - self.started) / STEPS
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        self.steps.append(time.perf_counter())
+        self.end_step()
 
 
-def step_time(clock: Clock) -> float:
-    """Return the seconds of a step."""
-    if len(clock.starts) == 1:
-        return (clock.steps[-1] - clock.steps[WARMUP - 1]) / (len(clock.steps) - WARMUP)
-    per_epoch = len(clock.steps) // len(clock.starts)
-    ends = clock.steps[per_epoch - 1 :: per_epoch]
-    return statistics.median(end - start for start, end in list(zip(clock.starts, ends, strict=True))[1:]) / per_epoch
-
-
-def hand_gpt() -> float:
-    """Train nanoGPT by hand; return the seconds of a step."""
-    torch.manual_seed(0)
-    model, clock = GPT(), Clock()
-    optimizer = make_optimizer(model)
-    clock.starts.append(time.perf_counter())
-    for batch in Characters().train_dataloader():
-        model(batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+def by_hand(work: Work, device: torch.device) -> float:
+    """Train in a hand-written loop; return the seconds of a step."""
+    seed_everything(0)
+    net, clock = work.task().to(device), Clock(device)
+    optimizer = net.configure_optimizers()
+    net.train()
+    for batch in work.data().train_dataloader():
+        net.loss([part.to(device, non_blocking=True) for part in batch]).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        clock.steps.append(time.perf_counter())
-    return step_time(clock)
+        clock.end_step()
+        if clock.seconds:
+            break
+    return clock.seconds
 
 
-def hand_classifier() -> float:
-    """Train the classifier of the template by hand; return the seconds of a step."""
+def fit(work: Work, device: torch.device, tuned: Tuned) -> float:
+    """Train with the Trainer and the changes of `--apply`; return the seconds of a step."""
     seed_everything(0)
-    project = importlib.import_module("digits.task")
-    data = importlib.import_module("digits.data").DigitsData()
-    clock = Clock()
-    data.prepare_data()
-    data.setup("fit")
-    model = project.DigitsClassifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-2)
-    loader = data.train_dataloader()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=EPOCHS * len(loader))
-    model.train()
-    for _ in range(EPOCHS):
-        clock.starts.append(time.perf_counter())
-        for images, targets in loader:
-            nn.functional.cross_entropy(model(project.distort(images)), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            clock.steps.append(time.perf_counter())
-    return step_time(clock)
-
-
-def fit(make_task: Callable[..., Any], make_data: Callable[..., Any], config: dict[str, Any], **options: Any) -> float:
-    """Train with the Trainer and the settings that `--apply` may change; return the seconds of a step."""
-    seed_everything(0)
-    clock, trainer = Clock(), config.get("trainer", {})
+    clock, trainer = Clock(device), tuned.config.get("trainer", {})
     changed = {name: trainer[name] for name in ("compile", "precision") if name in trainer}
-    task = {name: value for name, value in config.get("task", {}).get("init_args", {}).items() if name == "fused"}
-    data = {name: value for name, value in config.get("data", {}).get("init_args", {}).items() if name == "num_workers"}
-    Trainer(callbacks=[clock], **QUIET, **changed, **options).fit(make_task(**task), datamodule=make_data(**data))
-    return step_time(clock)
+    task, data = work.task(**tuned.arguments("task")), work.data(**tuned.arguments("data"))
+    Trainer(
+        accelerator=device.type, devices=1, max_steps=WARM_UP + STEPS, gradient_clip_val=CLIP, callbacks=[clock],
+        **QUIET, **changed,
+    ).fit(task, datamodule=data)  # fmt: skip
+    return clock.seconds
 
 
-def tuned(folder: Path) -> dict[str, Any]:
-    """Run `trainwright profile --apply` in a folder, show its table, and return the configuration that it wrote."""
-    words = ["profile", "config.yaml", "--apply", "--steps", "40"]
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    subprocess.run([sys.executable, "-m", "trainwright", *words], cwd=folder, env=variables, check=True)
-    file = folder / "config.tuned.yaml"
-    found: dict[str, Any] = yaml.safe_load(file.read_text()) if file.exists() else {}
-    return found
+def apply(work: Work, device: torch.device, minutes: float) -> Tuned:
+    """Run `trainwright profile --apply` in a temporary folder."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "config.yaml").write_text(work.config(device.type))
+        words = ["profile", "config.yaml", "--apply", "--steps", "30", "--minutes", str(minutes), "--json"]
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "trainwright", *words],
+            cwd=folder,
+            env=variables,
+            check=True,
+            stdout=subprocess.PIPE,
+        )
+        rows = json.loads(done.stdout)["rows"]
+        kept = [row for row in rows if row["kept"]]
+        file = folder / "config.tuned.yaml"
+        return Tuned(
+            config=yaml.safe_load(file.read_text()) if file.exists() else {},
+            kept=[row["remedy"] for row in kept],
+            losses=max((row["losses"] or 0.0 for row in kept), default=0.0),
+            seconds=time.perf_counter() - began,
+        )
+
+
+def compare(work: Work, device: torch.device, minutes: float, rounds: int) -> tuple[Tuned, dict[str, list[float]]]:
+    """Tune, and return what was found and the seconds of a step of each contender in each round."""
+    tuned = apply(work, device, minutes)
+    contenders = {
+        HAND: partial(by_hand, work, device),
+        PLAIN: partial(fit, work, device, Tuned()),
+        TUNED: partial(fit, work, device, tuned),
+    }
+    return tuned, interleave(contenders, rounds)
+
+
+def ratio(seconds: dict[str, list[float]], name: str) -> float:
+    """Return the median over rounds of a contender's time over that of the hand-written loop."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[HAND], strict=True))
 
 
 def main() -> None:
     """Tune, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="A tuned configuration over a hand-written loop.")
+    parser.add_argument("--models", nargs="+", default=[work.name for work in WORKS], help="default: all five")
     parser.add_argument("--rounds", type=int, default=4)
-    rounds = parser.parse_args().rounds
-    print(describe_machine(("torch", "trainwright")))
-    with tempfile.TemporaryDirectory() as made:
-        gpt = Path(made, "gpt")
-        gpt.mkdir()
-        trainer = f"trainer: {{accelerator: cpu, devices: 1, gradient_clip_val: {CLIP}}}"
-        (gpt / "config.yaml").write_text(f"{trainer}\ntask: tuned.Net\ndata: tuned.Characters\n")
-        subprocess.run(
-            [sys.executable, "-m", "trainwright", "new", "digits"], cwd=made, check=True, capture_output=True
-        )
-        digits = Path(made, "digits")
-        sys.path.insert(0, str(digits / "src"))
-        classifier = partial(
-            fit,
-            importlib.import_module("digits.task").DigitsClassifier,
-            importlib.import_module("digits.data").DigitsData,
-        )
-        options = {"max_epochs": EPOCHS}
-        model = partial(fit, Net, Characters)
-        rows = []
-        for name, hand, ours, more, folder in (
-            ("nanoGPT", hand_gpt, model, {"max_epochs": 1, "gradient_clip_val": CLIP}, gpt),
-            ("classifier", hand_classifier, classifier, options, digits),
-        ):
-            config = tuned(folder)
-            contenders = {HAND: hand, PLAIN: partial(ours, {}, **more), TUNED: partial(ours, config, **more)}
-            seconds = interleave(contenders, rounds)
-            for each in (HAND, PLAIN, TUNED):
-                ratios = [a / b for a, b in zip(seconds[each], seconds[HAND], strict=True)]
-                ms = 1000 * statistics.median(seconds[each])
-                rows.append([name, each, f"{ms:.2f} ms", f"{statistics.median(ratios):.3f}"])
-    print_table(["model", "", "step", "of the loop"], rows)
+    parser.add_argument("--minutes", type=float, default=6, help="time of --apply for each model")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    print(describe_machine(("torch", "trainwright", "transformers")))
+    rows, bars = [], Bars()
+    ratios, seconds_of_apply = [], []
+    for work in WORKS:
+        if work.name not in options.models:
+            continue
+        tuned, seconds = compare(work, device, options.minutes, options.rounds)
+        seconds_of_apply.append(tuned.seconds)
+        ratios.append(ratio(seconds, TUNED))
+        rows.append([
+            work.name,
+            ", ".join(tuned.kept) or "nothing",
+            f"{1000 * statistics.median(seconds[HAND]):.1f}",
+            f"{ratio(seconds, PLAIN):.3f}",
+            f"{ratios[-1]:.3f}",
+            f"{tuned.losses:.1g}",
+            f"{tuned.seconds:.0f}",
+        ])  # fmt: skip
+        print_table(["model", "kept", "loop, ms", "Trainwright", "tuned", "losses", "s of --apply"], rows[-1:])
+        bars.add(f"{work.name}, tuned, of the hand-written loop", ratios[-1], 1.0, "×")
+    print()
+    print_table(["model", "kept", "loop, ms", "Trainwright", "tuned", "losses", "s of --apply"], rows)
+    if len(ratios) >= 3:
+        bars.add("third best of the tuned models, of the hand-written loop", sorted(ratios)[2], 0.9, "×")
+    # The first trial and a comparison that takes longer than expected may exceed the time.
+    bars.add("longest --apply over its time", max(seconds_of_apply) / (60 * options.minutes), 1.0, "×")
+    bars.print()
 
 
 if __name__ == "__main__":

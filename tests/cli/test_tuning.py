@@ -234,6 +234,22 @@ def test_a_failed_trial_of_all_kept_changes_leaves_the_total_without_times(monke
     assert total == TriedChange("total", "not measured: failed: RuntimeError: out of memory")
 
 
+def test_nothing_is_tried_that_would_end_after_the_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _measures(monkeypatch)
+    clock = iter(range(0, 10_000, 7))  # seconds: each call of the clock is 7 s later
+    monkeypatch.setattr("trainwright.cli.tuning.perf_counter", lambda: next(clock))
+    assert main(["profile", "config.yaml", "--apply", "workers", "compile", "--minutes", "0.15", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["remedy"], row["kept"]) for row in found["rows"]] == [
+        ("data.num_workers=2", True),
+        ("data.num_workers=4", False),
+        ("trainer.compile=true", False),
+    ]
+    assert found["rows"][1]["result"] == "not tried: it would take longer than --minutes 0.15"
+
+
 def test_a_batch_size_that_is_named_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     _measures(monkeypatch)
     monkeypatch.setitem(REMEDIES, "batch_size", REMEDIES["batch_size"].__class__("data", "batch_size", _double, None))
@@ -252,7 +268,9 @@ def _double(size: int) -> int:
         (["--apply", "persistent"], "persistent: not tried: data has no argument persistent_workers"),
         (["--apply", "--output", "config.yaml"], "is a file of the configuration"),
         (["--apply", "--output", "tuned_project.py"], "was not written by --apply"),
-        (["--output", "x.yaml"], "--output and --repeats are options of --apply"),
+        (["--output", "x.yaml"], "--output, --repeats and --minutes are options of --apply"),
+        (["--minutes", "3"], "--output, --repeats and --minutes are options of --apply"),
+        (["--apply", "--minutes", "0"], "--minutes 0: expected a positive number"),
     ],
 )
 def test_wrong_options_are_refused_before_a_trial(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TRACED_STEPS = 3  # further steps that measure communication, if there are several processes
 _NOTABLE = 20.0  # minimum percentage at which a part other than the largest gets advice
 _SHORT_MS = 2.0  # shorter steps get advice
-_OPTIONS = ("--steps", "--warmup", "--json", "--apply", "--output", "--repeats", "--help")
+_OPTIONS = ("--steps", "--warmup", "--json", "--apply", "--output", "--repeats", "--minutes", "--help")
 _SECTIONS = ("--task", "--data", "--trainer")
 _DROPPED = (ModelCheckpoint, ModelSummary, ProgressBar)  # they save, or write to the terminal
 # Arguments of the Trainer that a profile replaces: it writes nothing, and ends after a number of steps, not earlier.
@@ -210,8 +210,8 @@ def profile(argv: Sequence[str]) -> int:
         _check_option(word)
     if wanted.apply:
         return tune(rest, names, wanted)
-    if wanted.output or wanted.repeats != _REPEATS:
-        raise ConfigurationError("--output and --repeats are options of --apply. Add --apply.")
+    if wanted.output or wanted.repeats != _REPEATS or wanted.minutes is not None:
+        raise ConfigurationError("--output, --repeats and --minutes are options of --apply. Add --apply.")
     parser, settings = read_settings("fit", read_command_line(rest))
     for name, value in _REPLACED.items():
         settings.trainer[name] = value
@@ -282,6 +282,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", help="configuration to write with --apply (default: CONFIG.tuned.yaml)")
     parser.add_argument(
         "--repeats", type=int, default=_REPEATS, help="trial runs of each side of a comparison (default: 3)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="with --apply: try nothing that would end later (default: no limit)"
     )
     return parser
 

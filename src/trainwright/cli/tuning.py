@@ -180,6 +180,7 @@ class Tuning:
         warmup: optimizer steps before the measured steps.
         repeats: number of trials without and with a change, each.
         show: function that receives each `TriedChange` when its trials are complete.
+        minutes: time for all trials. A comparison that would probably end later is not started. Default: no limit.
 
     Attributes:
         seed: `seed_everything=0` if the configuration sets no seed, so that losses can be compared. An override of
@@ -189,16 +190,25 @@ class Tuning:
     """
 
     def __init__(
-        self, words: Sequence[str], steps: int, warmup: int, repeats: int, show: Callable[[TriedChange], None]
+        self,
+        words: Sequence[str],
+        steps: int,
+        warmup: int,
+        repeats: int,
+        show: Callable[[TriedChange], None],
+        minutes: float | None = None,
     ) -> None:
         self.words = list(words)
         self.steps = steps
         self.repeats = repeats
+        self.minutes = minutes
         self.seed: list[str] = []
         self.kept: list[str] = []
         self.rows: list[TriedChange] = []
         self._options = ["--steps", str(steps), "--warmup", str(warmup), "--json"]
         self._show = show
+        self._began = perf_counter()
+        self._longest_trial_s = 0.0
 
     def add(self, row: TriedChange) -> None:
         """Store a row of the table, and pass it to `show`."""
@@ -243,6 +253,7 @@ class Tuning:
             env=environment() | variables,
         )
         seconds = perf_counter() - began
+        self._longest_trial_s = max(self._longest_trial_s, seconds)
         if done.returncode == INTERRUPTED:
             raise KeyboardInterrupt
         if done.returncode:
@@ -260,12 +271,22 @@ class Tuning:
             trials_new.append(self.trial(new))
         return trials_old, trials_new
 
+    @property
+    def time_is_over(self) -> bool:
+        """Whether a further comparison would probably end after `minutes`, judged by the longest trial so far."""
+        if self.minutes is None:
+            return False
+        comparison_s = 2 * self.repeats * self._longest_trial_s
+        return perf_counter() - self._began + comparison_s > 60 * self.minutes
+
     def judged(self, words: Sequence[str], remedy: Remedy, sizes: tuple[int, int] = (1, 1)) -> TriedChange:
         """Compare trials with the kept overrides to trials that also have the overrides `words`.
 
         A change whose trial fails is not kept, and its result is the error.
         """
         text = " ".join(words).replace(".init_args", "")
+        if self.time_is_over:
+            return TriedChange(text, f"not tried: it would take longer than --minutes {self.minutes:g}")
         try:
             before, after = self.compare(self.kept, [*self.kept, *words])
         except TrialError as error:
@@ -318,13 +339,15 @@ class Tuning:
         """Return the row for all kept remedies together, or None without kept remedies.
 
         Several kept remedies are compared to the configuration without any of them, in further trials. One needs none.
-        If a trial fails, the row has no times.
+        If a trial fails, or no time is left for the trials, the row has no times.
         """
         rows = [row for row in self.rows if row.kept]
         if not rows:
             return None
         if len(rows) == 1:
             return replace(rows[0], remedy="total", result="")
+        if self.time_is_over:
+            return TriedChange("total", f"not measured: it would take longer than --minutes {self.minutes:g}")
         sizes_before = arguments(self.config([]), REMEDIES["batch_size"])
         sizes_now = arguments(self.config(), REMEDIES["batch_size"])
         sizes = (1, 1)
@@ -371,7 +394,7 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
     Args:
         words: configuration and overrides, as for `trainwright fit`.
         names: the remedies to try. Empty tries all, but only proposes remedies that change training.
-        wanted: options of the command: `steps`, `warmup`, `repeats`, `output` and `json`.
+        wanted: options of the command: `steps`, `warmup`, `repeats`, `minutes`, `output` and `json`.
 
     Returns:
         The exit code 0, also if no remedy is kept. Then no configuration is written.
@@ -385,8 +408,11 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
             raise unknown("--apply", name, REMEDIES)
     if wanted.repeats < 2:
         raise ConfigurationError(f"--repeats {wanted.repeats}: expected at least 2, to measure the noise.")
+    if wanted.minutes is not None and not wanted.minutes > 0:
+        raise ConfigurationError(f"--minutes {wanted.minutes:g}: expected a positive number.")
     target = _target(words, wanted.output)
-    tuning = Tuning(words, wanted.steps, wanted.warmup, wanted.repeats, _ignore_row if wanted.json else _print_row)
+    show = _ignore_row if wanted.json else _print_row
+    tuning = Tuning(words, wanted.steps, wanted.warmup, wanted.repeats, show, wanted.minutes)
     config = tuning.config()
     if detect(config["trainer"]["launcher"]).world_size > 1:
         raise ConfigurationError(
