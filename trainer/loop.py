@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+
+import torch
 
 from trainwright.core.duration import Duration, Interval
 from trainwright.core.rng import rng_state, set_rng_state
@@ -22,7 +24,6 @@ from trainwright.processes.agreement import Agreement
 from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer import evaluation
 from trainwright.trainer.loop_state import count_samples, count_tokens
-from trainwright.trainer.recovery.non_finite import step_function
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.recovery.recovery import RollBack
 from trainwright.trainer.run import StageRun
@@ -122,7 +123,7 @@ class FitLoop:
         if state.validation_owed:  # a resume from a checkpoint that was written before the validation of its step
             self._validate()
             self._step_monitored()
-        forward_backward = step_function(run)  # the engine's function, unless values are checked or data is skipped
+        forward_backward = self._choose_forward_backward()
         epoch_is_complete = True  # also of an epoch without batches
         try:
             for group in groups:
@@ -253,6 +254,19 @@ class FitLoop:
         run.progress.open_metrics = []
         run.logs.metrics.in_step = True
         return groups
+
+    def _choose_forward_backward(self) -> Callable[[Group], torch.Tensor | None]:
+        """Return the function that runs a step's forward and backward in the current epoch.
+
+        It is the engine's function, unless values are checked or data is skipped.
+        """
+        run = self._run
+        if run.settings.arguments.on_nonfinite is None and not run.progress.skipped_batches:
+            run.loop.guard = None
+            return run.engine.step.forward_backward
+        from trainwright.trainer.recovery.non_finite import step_function  # few runs use it
+
+        return step_function(run)
 
     def _end_epoch(self, epoch_is_complete: bool) -> None:
         """End the epoch. If a limit ended it before its last batch, a later fit can continue it."""

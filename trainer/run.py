@@ -47,8 +47,6 @@ from trainwright.trainer.logs import Logs
 from trainwright.trainer.loop_state import LoopState
 from trainwright.trainer.manual import ManualOptimization
 from trainwright.trainer.optimization import Schedules, check_members, parse_optimizers, warn_of_joint_steps
-from trainwright.trainer.planning.forecast import data_types
-from trainwright.trainer.planning.setting_sources import as_data, planned_settings
 from trainwright.trainer.profiling import StageProfiler
 from trainwright.trainer.recovery.recovery import Recovery
 from trainwright.trainer.run_state import RunProgress
@@ -291,6 +289,10 @@ class StageRun:
 
     def _facts(self, folder: Path) -> dict[str, Any]:
         """Return the facts of the run for its record, with paths relative to the record's folder."""
+        # Only runs that write a record need these imports.
+        from trainwright.trainer.planning.forecast import data_types
+        from trainwright.trainer.planning.setting_sources import as_data, planned_settings
+
         selection = self.settings.selection
         outline = selection.strategy.outline(None, selection.settings)
         settings = planned_settings(self.settings)

@@ -38,8 +38,6 @@ from trainwright.trainer.evaluation import Evaluation, Prediction
 from trainwright.trainer.fit_loop_view import FitLoopView
 from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.loop import FitLoop
-from trainwright.trainer.planning.planner import plan_fit, set_up_data
-from trainwright.trainer.planning.run_plan import Plan
 from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.run_state import RunProgress, RunState
@@ -47,6 +45,7 @@ from trainwright.trainer.schedule import Stop
 from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
 
 if TYPE_CHECKING:
+    from trainwright.trainer.planning.run_plan import Plan
     from trainwright.trainer.search.trial import StageTrialSteps
 
 
@@ -407,6 +406,8 @@ class Trainer(LightningNames):
             ConfigurationError, FileNotFoundError, CheckpointError: as in `fit`, before devices are used.
             ConfigurationError: `setup_data=True` without a data module.
         """
+        from trainwright.trainer.planning.planner import plan_fit, set_up_data  # few runs use it
+
         task = one_task("fit", task, model)
         sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
         load = LoadRequest.checked(
