@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainwright.cli.migration.old_uses import imports_of_face, report_old_uses
 from trainwright.cli.migration.program import FACE, Import, Program, Unsettled, annotations_of, root, roots
@@ -24,6 +24,7 @@ _ADVANCES = (
     "schedule_steps='per_process' is added: a schedule then advances once for each process and step, as in Accelerate. "
     "Without it, a schedule advances once for each step."
 )
+_CLOSING = re.compile(rb"(?:(?:[\s\\]|#.*\n)*\))*")  # closing parentheses, with space and comments before each
 _ONLY_NONE = ("plugins", "model_registry")  # arguments of Lightning's Trainer that are accepted only as None
 _TOP_PACKAGES = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
@@ -76,8 +77,21 @@ class _NewName:
     local: str  # the bound name, `Net`
 
 
+@dataclass(frozen=True)
+class _Module:
+    """An imported module of another library: `import lightning.pytorch.callbacks as cb`."""
+
+    path: str  # its dotted name, `lightning.pytorch.callbacks`
+    base: str  # dotted name of its counterpart, `trainwright.callbacks`; `trainwright` if it has none
+    local: str  # its name in the rewritten program, `cb`
+
+
 class _Rewriter:
-    """The edits and manual changes of one program."""
+    """The edits and manual changes of one program.
+
+    Edits of a program must not overlap. Each method therefore replaces the smallest piece of text: a name, one alias of
+    an import or the word of a keyword, but never an expression that contains a name that another method may replace.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -87,7 +101,7 @@ class _Rewriter:
     def rewrite(self) -> None:
         """Find the edits and the manual changes."""
         uses = self._uses()
-        counterparts: dict[Import, str | None] = {}
+        counterparts: dict[Import, str | None] = {}  # dotted names in Trainwright, None without a counterpart
         for each, chains in uses.items():
             counterparts[each] = counterpart(each.path) or _module_in_use(each.path, chains)
         names = self._new_names(counterparts)
@@ -104,8 +118,11 @@ class _Rewriter:
         self._report_stars()
         if uses:
             self._rename_arguments()
-        modules = {each.local: each.path for each in uses if isinstance(each.node, ast.Import)}
-        self._settle_strings(modules, names)
+        modules: dict[str, _Module] = {}  # local name → the imported module
+        for each, path in counterparts.items():
+            if isinstance(each.node, ast.Import) or (path is not None and is_module(path)):
+                modules[each.local] = _Module(each.path, path or FACE, names[each.local])
+        self._settle_strings(modules)
         # A later run still reports what the first one has left to the user.
         if uses or imports_of_face(self.program):
             report_old_uses(self.program, trainers)
@@ -138,32 +155,24 @@ class _Rewriter:
                 self.program.report(node, f"from {node.module} import *: name what you use.")
 
     def _new_names(self, counterparts: dict[Import, str | None]) -> dict[str, str]:
-        """Return the new name of each local name. Names in strings, or bound by other statements, do not change."""
-        bound: dict[str, list[Any]] = {}
+        """Return {local name: its name in the rewritten program}. A name that cannot be renamed keeps its old name."""
+        bound: dict[str, list[Any]] = {}  # name → what binds it in any scope, as in `Scope.bound`
         for scope in self.program.scopes:
             for name, nodes in scope.bound.items():
                 bound.setdefault(name, []).extend(nodes)
         fixed = self._fixed_names()
         names: dict[str, str] = {}
         for local in dict.fromkeys(each.local for each in counterparts):
-            candidates: set[str] = set()
-            exported = False
-            for node in bound[local]:
-                if isinstance(node, Import):
-                    candidates.add(_plain_name(node, counterparts[node]))
-                    exported = exported or node.alias.asname == node.alias.name  # `import a as a` exports `a`
-                else:
-                    candidates.add(local)
-            # If statements bind the name to different things, one new name cannot be right for every use.
-            new_name = candidates.pop() if len(candidates) == 1 else local
-            free = new_name not in bound and new_name not in names.values()
+            nodes = bound[local]
+            new_name = _common_name(local, nodes, counterparts)
+            is_free = new_name not in bound and new_name not in names.values()
             if new_name == FACE:
                 # `import lightning` without an alias: the `lightning` in its uses is rewritten in any case. Several
                 # `import trainwright` may bind the same name.
-                safe = free or all(isinstance(node, ast.Import) for node in bound.get(FACE, ()))
+                can_rename = is_free or all(isinstance(node, ast.Import) for node in bound.get(FACE, ()))
             else:
-                safe = free and local not in fixed and not exported
-            names[local] = new_name if safe else local
+                can_rename = is_free and local not in fixed and not any(map(_is_exported, nodes))
+            names[local] = new_name if can_rename else local
         return names
 
     def _fixed_names(self) -> set[str]:
@@ -195,25 +204,17 @@ class _Rewriter:
             # `Trainer.from_argparse_args`: attributes of an imported class or function are not looked up.
             self.program.replace(chain[0], new_text)
             return self._check_call(chain[0], imported)
-        words = [node.attr for node in chain[1:]]
+        attributes = [node.attr for node in chain[1:]]
         base = imported or FACE
-        for length in range(len(words), 0, -1):
-            path = counterpart(".".join([each.path, *words[:length]]))
-            if path is None:
-                continue
-            # `L.callbacks.Missing` has the counterpart of `L.callbacks` only: the rest must be reported.
-            incomplete = is_module(path) and length < len(words)
-            # The local name is bound to `base`: a counterpart in another module cannot be reached from it.
-            reachable = f"{path}.".startswith(f"{base}.")
-            if incomplete or not reachable:
-                break
-            self.program.replace(chain[length], local + path.removeprefix(base))
-            return self._check_call(chain[length], path)
+        found = _longest_counterpart(each.path, attributes, base)
+        if found is not None:
+            self.program.replace(chain[found.length], local + found.path.removeprefix(base))
+            return self._check_call(chain[found.length], found.path)
         self.program.replace(chain[0], new_text)
-        if not words and imported is not None:
+        if not attributes and imported is not None:
             self.program.report(chain[0], f"the module {each.local} is used as an object; check its attributes.")
         else:
-            self.program.report(chain[0], advice(".".join([each.path, *words])))
+            self.program.report(chain[0], advice(".".join([each.path, *attributes])))
         return set()
 
     def _check_call(self, node: ast.expr, path: str) -> set[str]:
@@ -270,7 +271,12 @@ class _Rewriter:
         passed: list[Any] = [*call.args, *call.keywords]
         text = 'schedule_steps="per_process"'
         if passed:
-            position = max(self.program.span(each)[1] for each in passed)
+            argument_end = max(self.program.span(each)[1] for each in passed)
+            call_end = self.program.span(call)[1] - 1  # position of the call's closing parenthesis
+            # The span of `True` in `Accelerator((True))` ends before its own parenthesis, which must come first.
+            parentheses = _CLOSING.match(self.program.source[argument_end:call_end])
+            assert parentheses is not None  # it also matches nothing
+            position = argument_end + parentheses.end()
             text = f", {text}"
         else:
             position = self.program.source.index(b"(", self.program.span(call.func)[1]) + 1
@@ -355,24 +361,19 @@ class _Rewriter:
         `import lightning` and `import accelerate` both become `import trainwright`.
         """
         parent = self.program.parents[node]
-        # A statement is always in one of the lists of its parent, such as the `body` or the `orelse` of an `if`.
-        for name, value in ast.iter_fields(parent):
-            if isinstance(value, list) and node in value:
-                block = (parent, name)
+        # A statement is in exactly one of the lists of its parent, such as the `body` or the `orelse` of an `if`.
+        lists = [name for name, value in ast.iter_fields(parent) if isinstance(value, list) and node in value]
+        block = (parent, lists[0])
         if block in self._plain_imports:
-            del self.program.edits[self.program.span(node.names[0])]
-            line_begin = self.program.starts[node.lineno - 1]
-            # Line numbers count from 1, so this is the start of the next line.
-            line_end = self.program.starts[node.end_lineno or node.lineno]
-            self.program.edits[line_begin, line_end] = ""  # an edit itself, unlike `replace`, may delete text
+            del self.program.edits[self.program.span(node.names[0])]  # it is inside the lines that are deleted
+            self.program.edits[self.program.lines_of(node)] = ""  # an edit itself, unlike `replace`, may delete text
         self._plain_imports.add(block)
 
-    def _settle_strings(self, modules: dict[str, str], names: dict[str, str]) -> None:
+    def _settle_strings(self, modules: dict[str, _Module]) -> None:
         """Report strings that are paths of the other libraries, and rewrite annotations in quotes.
 
         Args:
             modules: local name → module of the other library.
-            names: local name → name in the rewritten program.
         """
         types: set[ast.AST] = set()
         for node in ast.walk(self.program.tree):
@@ -381,29 +382,31 @@ class _Rewriter:
         for node, text in self.program.strings:
             names_with_attributes = set(re.findall(r"\b(\w+)\.", text))  # `L` in "list[L.LightningModule]"
             if node in types and names_with_attributes & modules.keys():
-                self._rewrite_quoted(node, modules, names)
+                self._rewrite_quoted(node, modules)
             elif _PATH.fullmatch(text):
                 path = counterpart(text)
                 hint = advice(text) if path is None else f"is {path} here."
                 self.program.report(node, f"the text {text!r} names another library: {hint}")
 
-    def _rewrite_quoted(self, node: ast.expr, modules: dict[str, str], names: dict[str, str]) -> None:
+    def _rewrite_quoted(self, node: ast.expr, modules: dict[str, _Module]) -> None:
         """Rewrite the names of the other libraries in an annotation in quotes, such as `"L.LightningModule"`."""
 
         def rewritten(match: re.Match[str]) -> str:
-            local, rest = match.groups()
-            if local not in modules:
+            name, *attributes = match[0].split(".")
+            module = modules.get(name)
+            if module is None:
                 return match[0]
-            path = modules[local] + rest
-            new_path = counterpart(path)
-            if new_path is None:
+            found = _longest_counterpart(module.path, attributes, module.base)
+            if found is None:
+                path = ".".join([module.path, *attributes])
                 self.program.report(node, f"the annotation in quotes: {advice(path)}")
                 return match[0]
-            return names[local] + new_path.removeprefix(FACE)
+            rest = attributes[found.length :]
+            return ".".join([module.local + found.path.removeprefix(module.base), *rest])
 
         begin, end = self.program.span(node)
         text = self.program.source[begin:end].decode()
-        self.program.replace(node, re.sub(r"(?<![\w.])(\w+)((?:\.\w+)+)", rewritten, text))
+        self.program.replace(node, re.sub(r"(?<![\w.])\w+(?:\.\w+)+", rewritten, text))
 
     def _rename_arguments(self) -> None:
         """Rename the argument `pl_module=` in calls such as `super().on_train_end(trainer, pl_module=pl_module)`."""
@@ -412,7 +415,9 @@ class _Rewriter:
                 continue
             for keyword in node.keywords:
                 if keyword.arg == "pl_module":
-                    self.program.replace(keyword, f"task={ast.unparse(keyword.value)}")
+                    # Only the word: the value may contain names that are replaced, too.
+                    begin = self.program.span(keyword)[0]
+                    self.program.edits[begin, begin + len("pl_module")] = "task"
 
 
 def counterpart(path: str) -> str | None:
@@ -435,6 +440,35 @@ def _module_in_use(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
     for chain in chains:
         if len(chain) > 1 and counterpart(f"{path}.{chain[1].attr}"):
             return own_module(path)
+    return None
+
+
+class _Found(NamedTuple):
+    """The part of an expression that has a counterpart."""
+
+    length: int  # how many of its attributes are in that part
+    path: str  # dotted name of the counterpart
+
+
+def _longest_counterpart(path: str, attributes: Sequence[str], base: str) -> _Found | None:
+    """Return the longest part of `path.attribute.attribute` that has a counterpart, or None if it must be reported.
+
+    `lightning` with `pytorch.Trainer.fit` has the counterpart `trainwright.Trainer`, of length 2.
+
+    Args:
+        path: dotted name of the imported module.
+        attributes: the attribute accesses on it. `path` alone is not looked up.
+        base: dotted name that the rewritten import binds.
+    """
+    for length in range(len(attributes), 0, -1):
+        found = counterpart(".".join([path, *attributes[:length]]))
+        if found is None:
+            continue
+        # `L.callbacks.Missing` has the counterpart of `L.callbacks` only. A module that lacks the rest is not enough.
+        lacks_rest = is_module(found) and length < len(attributes)
+        # A counterpart in another module cannot be reached from `base`.
+        is_reachable = f"{found}.".startswith(f"{base}.")
+        return _Found(length, found) if is_reachable and not lacks_rest else None
     return None
 
 
@@ -473,6 +507,19 @@ def _plain_name(each: Import, path: str | None) -> str:
     if path is None or each.alias.asname:
         return each.local
     return path.rpartition(".")[2]
+
+
+def _common_name(local: str, nodes: Sequence[Any], counterparts: dict[Import, str | None]) -> str:
+    """Return the name that all rewritten statements would bind instead of `local`, or `local` if they differ."""
+    candidates: set[str] = set()
+    for node in nodes:
+        candidates.add(_plain_name(node, counterparts[node]) if isinstance(node, Import) else local)
+    return candidates.pop() if len(candidates) == 1 else local
+
+
+def _is_exported(node: object) -> bool:
+    """Return whether a statement exports the name: type checkers read `import a as a` so."""
+    return isinstance(node, Import) and node.alias.asname == node.alias.name
 
 
 def _written(name: str, local: str, *, keep: bool) -> str:
