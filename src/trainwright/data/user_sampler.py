@@ -40,8 +40,8 @@ class BatchShard(Dealer):
     first batch, and then restored. Generators in attributes of the sampler, or of the `sampler` inside a batch sampler
     (of torch, NumPy or Python), are seeded, too, and `set_epoch` of both is called.
 
-    Positions are counted in micro-batches of all ranks, see `Dealer`: round i of the epoch consists of the micro-batches
-    from `_anchor_micro_batch + (i - _anchor_round) * world` on, one for each rank.
+    Positions are counted in micro-batches of all ranks, see `Dealer`: round i of the epoch consists of the `world`
+    micro-batches from `_anchor_micro_batch + (i - _anchor_round) * world` on, one for each rank.
 
     Args:
         batch_sampler: an iterable of index batches, or of single indices. Its length is optional.
@@ -233,7 +233,7 @@ class BatchShard(Dealer):
     def _consumed_micro_batches(self, resume: Mapping[str, int]) -> int:
         if "micro_batches" in resume:
             return int(resume["micro_batches"])
-        # The position of a ShardedBatchSampler, from a checkpoint before the loader's sampler was replaced: 10 samples are 3 micro-batches of 4, the last of which was short.
+        # The position of a ShardedBatchSampler: 10 samples are 3 micro-batches of 4, the last of which was short.
         if self.batch_size is not None and "samples" in resume:
             return divide_up(int(resume["samples"]), self.batch_size)
         return int(resume["batch"]) * self.world
@@ -258,9 +258,9 @@ class SplitBatchShard(BatchShard):
         rank, world: this rank and the number of data-parallel ranks.
         seed: seed of the run. Default: 0.
         seeding: see `ShardedBatchSampler`. Default: `"none"`.
-        completes: complete a short batch with samples of the first batch. If the batch size is unknown, parts stay short.
-            Every rank then has a batch in every round (`has_batch`), and `real_rows` is the number of its indices that
-            are not added: 0 for a rank that gets the batch's first index. Default: False.
+        completes: complete a short batch with samples of the first batch. If the batch size is unknown, parts stay
+            short. `has_batch` is then always True, and `real_rows` is the number of a rank's indices that are not added:
+            0 for a rank that gets the batch's first index. Default: False.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class SplitBatchShard(BatchShard):
 
 
 def _torch_generators_of(owner: object) -> list[torch.Generator]:
-    """Return torch's generators among an object's attributes: `generator`, which may be a property, and then the others."""
+    """Return torch's generators among an object's attributes: first `generator`, which may be a property."""
     candidates = [getattr(owner, "generator", None), *getattr(owner, "__dict__", {}).values()]
     generators: list[torch.Generator] = []
     for value in candidates:
