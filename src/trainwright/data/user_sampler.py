@@ -259,8 +259,8 @@ class SplitBatchShard(BatchShard):
         seed: seed of the run. Default: 0.
         seeding: see `ShardedBatchSampler`. Default: `"none"`.
         completes: complete a short batch with samples of the first batch. If the batch size is unknown, parts stay
-            short. `has_batch` is then always True, and `real_rows` is the number of a rank's indices that are not added:
-            0 for a rank that gets the batch's first index. Default: False.
+            short. `has_batch` is then always True, and `real_rows` is the number of a rank's indices that are not
+            added: 0 for a rank that gets the batch's first index. Default: False.
     """
 
     def __init__(

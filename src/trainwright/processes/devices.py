@@ -67,7 +67,7 @@ def _has_tpu() -> bool:
 
 
 def kernel_problem() -> list[str]:
-    """Return a list with one warning if this machine's kernel is so old that processes may hang, or else an empty list."""
+    """Return a list with one warning if processes may hang with this machine's old kernel, otherwise an empty list."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())  # "5.15.0-1234-aws"
     if sys.platform != "linux" or version is None:
         return []

@@ -197,8 +197,8 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
-        ConfigurationError: An argument, a key of `schedule` or `sort_by_key` is unknown, or a value of `schedule` is out
-            of its range. In `setup`: this machine cannot record an activity, or has no NVIDIA GPU for `emit_nvtx`.
+        ConfigurationError: An argument, a key of `schedule` or `sort_by_key` is unknown, or a value of `schedule` is
+            out of its range. In `setup`: this machine cannot record an activity, or has no NVIDIA GPU for `emit_nvtx`.
     """
 
     def __init__(
