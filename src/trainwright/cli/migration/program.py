@@ -222,8 +222,11 @@ class Program:
     def edited(self) -> str:
         """Return the program's text with the edits."""
         code = self.source
+        begin_of_later = len(code)
         # From the end, so that earlier positions stay valid.
         for (begin, end), text in sorted(self.edits.items(), reverse=True):
+            assert end <= begin_of_later, "edits overlap, and would write a program that is not valid"
+            begin_of_later = begin
             code = code[:begin] + text.encode() + code[end:]
         return code.decode()
 
