@@ -38,7 +38,7 @@ class LogOptions(NamedTuple):
     """Arguments of a call of `log`, and the place of the call.
 
     A call of `log` builds a plain tuple of these fields in this order, which is faster than a LogOptions, and compares
-    it with that of the previous call.
+    it with that of the previous call for the same name.
     """
 
     prog_bar: bool

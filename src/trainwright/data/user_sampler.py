@@ -177,7 +177,7 @@ class BatchShard(Dealer):
 
     def position(self, batch: int) -> dict[str, int]:
         """Return `batch` and `micro_batches`, the number of micro-batches consumed by all ranks in `batch` rounds."""
-        # A batch before the anchor has the anchor's position: with how many ranks it was read is unknown.
+        # A batch before the anchor gets the anchor's position, because the number of ranks that read it is unknown.
         num_since_anchor = max(0, self._first_micro_batch(batch))
         return {"batch": batch, "micro_batches": self._anchor_micro_batch + num_since_anchor}
 
