@@ -12,12 +12,20 @@ import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
+from trainwright.cli.migration.counterparts import (
+    advice,
+    counterpart,
+    instead,
+    is_module,
+    longest_counterpart,
+    module_in_use,
+    own_object,
+)
 from trainwright.cli.migration.old_uses import imports_of_face, report_old_uses
-from trainwright.cli.migration.program import FACE, Import, Program, Unsettled, annotations_of, root, roots
-from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module, own_name
+from trainwright.cli.migration.program import FACE, Import, Program, Unsettled, annotations_of, roots
+from trainwright.core.names.foreign_names import LIBRARIES
 
 _PATH = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)+")
 _ADVANCES = (
@@ -26,7 +34,6 @@ _ADVANCES = (
 )
 _CLOSING = re.compile(rb"(?:(?:[\s\\]|#.*\n)*\))*")  # closing parentheses, with space and comments before each
 _ONLY_NONE = ("plugins", "model_registry")  # arguments of Lightning's Trainer that are accepted only as None
-_TOP_PACKAGES = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
 
 @dataclass
@@ -103,7 +110,7 @@ class _Rewriter:
         uses = self._uses()
         counterparts: dict[Import, str | None] = {}  # dotted names in Trainwright, None without a counterpart
         for each, chains in uses.items():
-            counterparts[each] = counterpart(each.path) or _module_in_use(each.path, chains)
+            counterparts[each] = counterpart(each.path) or module_in_use(each.path, chains)
         names = self._new_names(counterparts)
         trainers: set[str] = set()  # the program's variables with a Trainer, as text: `trainer`, `self.trainer`
         for each, chains in uses.items():
@@ -206,7 +213,7 @@ class _Rewriter:
             return self._check_call(chain[0], imported)
         attributes = [node.attr for node in chain[1:]]
         base = imported or FACE
-        found = _longest_counterpart(each.path, attributes, base)
+        found = longest_counterpart(each.path, attributes, base)
         if found is not None:
             self.program.replace(chain[found.length], local + found.path.removeprefix(base))
             return self._check_call(chain[found.length], found.path)
@@ -396,7 +403,7 @@ class _Rewriter:
             module = modules.get(name)
             if module is None:
                 return match[0]
-            found = _longest_counterpart(module.path, attributes, module.base)
+            found = longest_counterpart(module.path, attributes, module.base)
             if found is None:
                 path = ".".join([module.path, *attributes])
                 self.program.report(node, f"the annotation in quotes: {advice(path)}")
@@ -418,86 +425,6 @@ class _Rewriter:
                     # Only the word: the value may contain names that are replaced, too.
                     begin = self.program.span(keyword)[0]
                     self.program.edits[begin, begin + len("pl_module")] = "task"
-
-
-def counterpart(path: str) -> str | None:
-    """Return Trainwright's dotted name for a dotted name of Lightning or Accelerate, or None if there is none.
-
-    The counterpart of a library's top package is `trainwright`.
-    """
-    if canonical(path) in _TOP_PACKAGES:
-        return FACE
-    if path.endswith(".__version__") and LIBRARIES[root(path)] == "Lightning":
-        return None  # Trainwright has the version of Accelerate's interface, but none of Lightning's
-    return own_name(path)
-
-
-def _module_in_use(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
-    """Return the counterpart of an imported sub-module. None if no name that the program uses in it has one.
-
-    `counterpart` finds no name for most sub-modules, because they are not among the names of their parent module.
-    """
-    for chain in chains:
-        if len(chain) > 1 and counterpart(f"{path}.{chain[1].attr}"):
-            return own_module(path)
-    return None
-
-
-class _Found(NamedTuple):
-    """The part of an expression that has a counterpart."""
-
-    length: int  # how many of its attributes are in that part
-    path: str  # dotted name of the counterpart
-
-
-def _longest_counterpart(path: str, attributes: Sequence[str], base: str) -> _Found | None:
-    """Return the longest part of `path.attribute.attribute` that has a counterpart, or None if it must be reported.
-
-    `lightning` with `pytorch.Trainer.fit` has the counterpart `trainwright.Trainer`, of length 2.
-
-    Args:
-        path: dotted name of the imported module.
-        attributes: the attribute accesses on it. `path` alone is not looked up.
-        base: dotted name that the rewritten import binds.
-    """
-    for length in range(len(attributes), 0, -1):
-        found = counterpart(".".join([path, *attributes[:length]]))
-        if found is None:
-            continue
-        # `L.callbacks.Missing` has the counterpart of `L.callbacks` only. A module that lacks the rest is not enough.
-        lacks_rest = is_module(found) and length < len(attributes)
-        # A counterpart in another module cannot be reached from `base`.
-        is_reachable = f"{found}.".startswith(f"{base}.")
-        return _Found(length, found) if is_reachable and not lacks_rest else None
-    return None
-
-
-def own_object(path: str) -> Any:
-    """Import the object with a dotted name, such as `trainwright.Trainer`."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
-
-
-def is_module(path: str) -> bool:
-    """Return whether a dotted name is the name of a module."""
-    return path == FACE or inspect.ismodule(own_object(path))
-
-
-def advice(path: str) -> str:
-    """Return the advice for a dotted name in Lightning or Accelerate without a counterpart."""
-    name = path.rpartition(".")[2]
-    if name == "__version__":
-        return f"{path} has no counterpart here: trainwright.__version__ is Trainwright's own. Delete the comparison."
-    return answer(name, LIBRARIES[root(path)]) or f"{path} has no counterpart here; see docs/migration-names.md."
-
-
-def instead(path: str, name: str) -> str:
-    """Return the replacement of an argument `name` that the class `path` lacks, as the end of a sentence."""
-    if path == "trainwright.Accelerator":
-        from trainwright.accelerator.settings import ELSEWHERE
-
-        return f". Instead: {ELSEWHERE[name]}." if name in ELSEWHERE else "."
-    return "; see docs/migration-names.md."
 
 
 def _plain_name(each: Import, path: str | None) -> str:
