@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainwright.core.errors import ConfigurationError
 from trainwright.loggers.hyperparams import json_safe, plain
 from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, rows_without, write_atomically
 
@@ -25,7 +26,7 @@ class JSONLinesLogger(VersionedLogger):
     The arguments are those of `VersionedLogger`.
     """
 
-    _OPEN = ("_file",)
+    _OPEN = ("_file",)  # attributes that a pickle omits, see `VersionedLogger`
     _file: TextIO | None = None
 
     @property
@@ -76,7 +77,15 @@ class JSONLinesLogger(VersionedLogger):
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file. Raises a ConfigurationError if a line is damaged."""
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):  # else a crash has truncated it
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):  # a crash has truncated it
+                return
+            try:
                 yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigurationError(
+                    f"line {number} of {path} is not JSON: {error}. Repair or delete the line, or log into another "
+                    "folder."
+                ) from error

@@ -37,7 +37,8 @@ class MetricSettings(NamedTuple):
 class LogOptions(NamedTuple):
     """Arguments of a call of `log`, and the place of the call.
 
-    `log` builds a plain tuple of these fields, in this order, because it compares one at every call.
+    A call of `log` builds a plain tuple of these fields in this order, which is faster than a LogOptions, and compares
+    it with that of the previous call for the same name.
     """
 
     prog_bar: bool
@@ -87,7 +88,14 @@ class LogOptions(NamedTuple):
 
 
 def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
-    """Return the name of a reduction (`"mean"`, `"sum"`, `"min"`, `"max"`), or the user's function."""
+    """Return the name of a reduction (`"mean"`, `"sum"`, `"min"`, `"max"`), or the user's function.
+
+    Names may be in upper case. `"avg"`, `"average"`, and functions of torch and Python such as `torch.mean` and `max`
+    also select these reductions.
+
+    Raises:
+        ConfigurationError: `reduce_fx` is another string or object.
+    """
     if isinstance(reduce_fx, str):
         reduce_fx = reduce_fx.lower()
     reduction = reduce_fx

@@ -155,6 +155,31 @@ def test_a_tracker_may_be_created_before_the_accelerator(kind: Any, monkeypatch:
     assert not kind("project" if kind is trackers.TensorBoardTracker else None).logger.muted
 
 
+def test_no_run_remains_open_after_a_configuration_error() -> None:
+    class Strict(Recorder):
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            raise ConfigurationError("wrong")
+
+    recorder = Strict()
+    accelerator = Accelerator(cpu=True, log_with=recorder)
+    with pytest.raises(ConfigurationError, match="wrong"):
+        accelerator.init_trackers("project", {"lr": 1})
+    assert recorder.calls == [("finish",)]
+    assert accelerator.trackers == []
+
+
+def test_a_step_may_be_a_number_of_another_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    tracker: Any = accelerator.get_tracker("tensorboard")
+    steps: list[object] = []
+    monkeypatch.setattr(tracker.logger, "log_image", lambda name, image, step: steps.append(step))
+    tracker.log_images({"a": torch.zeros(1, 2, 2, 3)}, step=torch.tensor(2))
+    accelerator.end_training()
+    assert steps == [2]
+    assert type(steps[0]) is int
+
+
 def test_options_of_a_tracker_that_is_not_used_are_ignored_without_trackers() -> None:
     Accelerator(cpu=True).init_trackers("project", init_kwargs={"wandb": {"entity": "team"}})
 

@@ -16,6 +16,8 @@ from tests.checkpoint.foreign import Net, lightning_dict, trained
 from tests.checkpoint.snapshots import same, write_small
 from trainwright import TaskModule, Trainer
 from trainwright.checkpoint import Snapshot, newest_valid, read_checkpoint, write_checkpoint
+from trainwright.checkpoint.interop import megatron_folder
+from trainwright.cli import checkpoint
 from trainwright.cli.main import main
 
 
@@ -199,6 +201,8 @@ def test_convert_takes_names_classes_and_counts(tmp_path: Path) -> None:
         ["convert", "file.pt", "out"],
         ["convert", "file.pt", "out", "--step=-1"],
         ["convert", "file.pt", "out", "--param-names", "nowhere"],
+        ["convert", "file.pt", "out", "--param-names", "latin-1"],
+        ["export", "good", "out", "--max-shard-size", "0.1B"],
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exits_with_2(
@@ -208,6 +212,7 @@ def test_what_cannot_be_done_is_one_line_and_exits_with_2(
     write_small(tmp_path, 1, name="good")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.pt").write_bytes(b"no archive")
+    (tmp_path / "latin-1").write_bytes("größe".encode("latin-1"))
     assert _run(*arguments) == 2
     told = capsys.readouterr().err
     assert told.startswith("trainwright: error: ")
@@ -229,3 +234,26 @@ def test_diff_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not found["same"]
     assert {"path": "manifest.step", "left": "1", "right": "2"} in found["values"]
     assert any(item["path"] == "model.weight" for item in found["tensors"])
+
+
+@pytest.mark.parametrize("option", ["--step", "--epoch"])
+def test_an_option_without_effect_for_megatron_is_an_error_also_if_it_is_zero(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(megatron_folder, "megatron_folder", lambda source: source)
+    assert _run("convert", tmp_path, tmp_path / "out", option, 0) == 2
+    assert f"{option} has no effect for Megatron" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_960, "1.0 MB")]
+)
+def test_sizes_have_at_most_three_digits_before_the_point(num_bytes: int, text: str) -> None:
+    assert checkpoint._size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599.6, "59 min"), (86399, "23 h")]
+)
+def test_ages_are_rounded_down(seconds: float, text: str) -> None:
+    assert checkpoint._age(seconds) == text

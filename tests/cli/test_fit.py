@@ -337,6 +337,14 @@ def test_what_cannot_be_joined_is_refused_and_nothing_is_written(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_outputs_may_have_their_names_in_another_order_but_not_other_sizes(tmp_path: Path) -> None:
+    ones, zeros = torch.ones(1, 2), torch.zeros(1, 2)
+    shapes = write_predictions([{"a": ones, "b": zeros}, {"b": zeros, "a": ones}], tmp_path / "p.safetensors")
+    assert shapes == {"a": (2, 2), "b": (2, 2)}
+    with pytest.raises(TaskError, match=r"outputs 'predictions' .* cannot be concatenated: .*--output none"):
+        write_predictions([ones, torch.ones(1, 3)], tmp_path / "q.safetensors")
+
+
 def test_the_help_of_an_unknown_class_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--trainer.strategy.help", "FSDPStrateg"]) == 2
     assert "FSDPStrateg: no such class is known. Did you mean 'FSDPStrategy'?" in capsys.readouterr().err

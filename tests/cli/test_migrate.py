@@ -78,6 +78,27 @@ def test_a_program_is_rewritten_completely_and_runs(
             "from typing import Any\ndef f() -> Any: ...\n",
         ),
         ("import lightning as L\r\nL.Trainer()\r\n", "import trainwright as L\r\nL.Trainer()\r\n"),
+        ("import lightning\nimport accelerate", "import trainwright\n"),
+        (
+            "from lightning import LightningModule as M\nsuper().on_fit_end(trainer, pl_module=cast(M, m))\n",
+            "from trainwright import TaskModule as M\nsuper().on_fit_end(trainer, task=cast(M, m))\n",
+        ),
+        (
+            "from lightning import LightningModule\nsuper().on_fit_end(pl_module=cast(LightningModule, m))\n",
+            "from trainwright import TaskModule\nsuper().on_fit_end(task=cast(TaskModule, m))\n",
+        ),
+        (
+            "from lightning import pytorch as pl\ndef f(a: 'pl.LightningModule'): ...\n",
+            "import trainwright as pl\ndef f(a: 'pl.TaskModule'): ...\n",
+        ),
+        (
+            "import lightning.pytorch.callbacks as cb\ndef f(a: 'cb.Timer', b: cb.Timer): ...\n",
+            "import trainwright.callbacks as cb\ndef f(a: 'cb.Timer', b: cb.Timer): ...\n",
+        ),
+        (
+            "from lightning.pytorch import LightningModule\nmatch x:\n case {**TaskModule}: LightningModule\n",
+            "from trainwright import TaskModule as LightningModule\nmatch x:\n case {**TaskModule}: LightningModule\n",
+        ),
     ],
 )
 def test_forms_of_imports(before: str, after: str) -> None:
@@ -136,6 +157,8 @@ def test_arguments_that_the_trainer_accepts_are_not_reported() -> None:
         ("Accelerator(cpu=True)", 'Accelerator(cpu=True, schedule_steps="per_process")'),
         ("Accelerator(\n    cpu=True,  # x\n)", 'Accelerator(\n    cpu=True, schedule_steps="per_process",  # x\n)'),
         ("Accelerator(  # x\n)", 'Accelerator(schedule_steps="per_process"  # x\n)'),
+        ("Accelerator((True))", 'Accelerator((True), schedule_steps="per_process")'),
+        ("Accelerator(\n ((1) # )\n ), # )\n)", 'Accelerator(\n ((1) # )\n ), schedule_steps="per_process", # )\n)'),
         ("Accelerator(**options)", "Accelerator(**options)"),
     ],
 )

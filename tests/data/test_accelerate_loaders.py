@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[Batches], int, int]] = {
         5,
     ),
     "dispatch split": (loader(7), DISPATCH | SPLIT, [[[0, 1], [4, 5]], [[2, 3], [6, 0]]], 4, 3),
+    "dispatch empty": (loader(10, collate_fn=lambda _: torch.zeros(0)), DISPATCH, [[[], []], [[], []]], 8, 0),
     "dispatch drop_last": (loader(10, drop_last=True), DISPATCH, [[[0, 1, 2, 3]], [[4, 5, 6, 7]]], 8, 8),
 }
 

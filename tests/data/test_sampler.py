@@ -175,12 +175,17 @@ class Shuffling:
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(24))
-        self.rng.shuffle(order)
+        if isinstance(self.rng, torch.Generator):
+            order = torch.randperm(24, generator=self.rng).tolist()
+        else:
+            self.rng.shuffle(order)
         return (order[i : i + 2] for i in range(0, 24, 2))
 
 
 @pytest.mark.parametrize(
-    "make", [np.random.default_rng, np.random.RandomState, random.Random], ids=["numpy", "legacy numpy", "python"]
+    "make",
+    [np.random.default_rng, np.random.RandomState, random.Random, torch.Generator],
+    ids=["numpy", "legacy numpy", "python", "torch"],
 )
 def test_a_samplers_own_generator_draws_the_same_for_a_resume_and_on_every_rank(make: Any) -> None:
     def shard(rank: int = 0, world: int = 1) -> BatchShard:
@@ -197,6 +202,7 @@ def test_a_samplers_own_generator_draws_the_same_for_a_resume_and_on_every_rank(
     assert resumed.indices_in(7) == second[7]
     ranks = [shard(rank, 2) for rank in range(2)]
     assert by_round([list(dealer) for dealer in ranks]) == first
+    assert shard().order_needs_seed
 
 
 @pytest.mark.parametrize("ahead", [0, 5, 20])

@@ -264,6 +264,8 @@ def test_masked_spans_are_written_again(tmp_path: Path) -> None:
         assert list(spans) == list(masks[: len(spans)])
     with pytest.raises(ConfigurationError, match="have 10 spans, and there are 3 masks"):
         MaskedSpans(200, masks[:3], eos_token=4800)
+    with pytest.raises(ConfigurationError, match="at least 2 tokens, not 1"):
+        transform(np.arange(1), np.random.default_rng(0))
 
 
 class _Reader(TaskModule):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import JSONLinesLogger, RunInfo
 
 
@@ -40,6 +40,16 @@ def test_a_line_cut_off_by_a_crash_is_removed_before_the_next(tmp_path: Path) ->
     second.log_metrics({"a": 3.0}, 3)
     second.finish("success")
     assert [(line["step"], line["a"]) for line in lines(second)] == [(1, 1.0), (3, 3.0)]
+
+
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path) -> None:
+    first = started(tmp_path)
+    first.log_metrics({"a": 1.0}, 1)
+    path = first.metrics_file
+    first.finish("failed")
+    path.write_text(path.read_text() + "{oops\n")
+    with pytest.raises(ConfigurationError, match=r"line 2 of .*metrics\.jsonl is not JSON"):
+        started(tmp_path).remove_from(1)
 
 
 def test_text_is_a_line_of_its_own(tmp_path: Path) -> None:

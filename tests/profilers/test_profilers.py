@@ -13,6 +13,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from trainwright.profilers.pytorch import CycleProfile
 
 _REGIONS = {
     "run_training_batch",
@@ -116,6 +117,16 @@ def test_what_the_machine_lacks_is_an_error_or_a_warning(tmp_path: Path) -> None
         _fit(PyTorchProfiler(tmp_path, activities=[torch.profiler.ProfilerActivity.CUDA]))
     with pytest.warns(TrainwrightWarning, match="needs CUDA; no snapshot is written"):
         _fit(PyTorchProfiler(tmp_path, memory_snapshot=True))
+
+
+def test_a_second_export_to_the_same_file_keeps_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with CycleProfile(None, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(2).sum()
+    for target in (path, path, tmp_path / "copy.json"):
+        profile.export_chrome_trace(str(target))
+    assert path.stat().st_size > 0
+    assert path.read_bytes() == (tmp_path / "copy.json").read_bytes()
 
 
 def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ def test_devices_are_counted_or_listed(devices: Any, indices: list[int]) -> None
     assert device_indices(devices, "cpu") == indices
 
 
+@pytest.mark.parametrize("devices", [["a"], [True, False], [1.7]])
+def test_devices_that_are_not_indices_are_an_error(devices: Any) -> None:
+    with pytest.raises(ConfigurationError, match="write indices such as"):
+        device_indices(devices, "cpu")
+
+
 @pytest.mark.parametrize(
     ("spec", "options"),
     [

@@ -63,7 +63,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     it with a warning.
 
     Args:
-        tracker_class: A sub-class of `GeneralTracker` with the class attributes `name` and
+        tracker_class: A subclass of `GeneralTracker` with the class attributes `name` and
             `requires_logging_directory`.
 
     Raises:
@@ -87,8 +87,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 class LoggerTracker(GeneralTracker):
     """Tracker that writes to a logger of `trainwright.loggers`. Each supported library has a subclass.
 
-    Numbers, tensors with one element, texts, and mappings of these are recorded. The first value of another type raises
-    a warning. Only the first process writes.
+    Numbers, tensors with one element, strings, and mappings of these are recorded. The first value of another type
+    raises a warning. Only the first process writes.
 
     Args:
         run_name: Name of the project.
@@ -181,7 +181,7 @@ class LoggerTracker(GeneralTracker):
 
     def _step_beside_log(self, step: int | None) -> int:
         """Return the step of a value that `log` does not record. It does not advance the steps of `log`."""
-        return max(self._step, 0) if step is None else step
+        return max(self._step, 0) if step is None else int(step)  # a float or a tensor, as in `log`
 
     def _refuse(self, options: dict[str, object]) -> None:
         if options:
@@ -274,7 +274,8 @@ _REQUIRED = ("name", "requires_logging_directory", "tracker")
 def read_trackers(log_with: object, folder: str | None) -> list[str | GeneralTracker]:
     """Return the trackers of `Accelerator(log_with=…)`.
 
-    `"all"` selects every tracker of another library whose package is installed.
+    `"all"` selects every registered tracker, except CSV, whose package is installed and whose folder is set if it needs
+    one.
 
     Raises:
         MissingPackageError: The package of a tracker is not installed.
@@ -375,11 +376,11 @@ class LoopTrackers:
         self.started = list(trackers)
         try:
             self.each("start")
+            if config is not None:
+                self.each("store_init_configuration", config)
         except ConfigurationError:
             self.finish()
             raise
-        if config is not None:
-            self.each("store_init_configuration", config)
 
     @property
     def _names(self) -> list[str]:
@@ -457,7 +458,8 @@ class LoopTrackers:
     def get(self, name: str, *, unwrap: bool) -> Any:
         """Return a tracker, or with `unwrap` its library's object.
 
-        The object has no effect on processes other than the first, and (with a warning) if the tracker's start failed.
+        The result is an object without effect if the tracker's start failed (with a warning), and on processes other
+        than the first if the tracker has `main_process_only` or the script starts trackers on the first process only.
 
         Raises:
             ConfigurationError: No tracker has this name.

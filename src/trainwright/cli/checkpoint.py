@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _COMMANDS = ("ls", "show", "verify", "diff", "merge", "export", "convert")
 _FOUND = 1  # exit code: `verify` has found damage, or `diff` a difference
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SHARD_SIZE = "5GB"  # default of `export`
 _MAX_LINES = 20  # of each kind of difference
 
 
@@ -52,7 +53,7 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 
 def _print(text: object, file: TextIO | None = None) -> None:
-    """Print text from a file that may be of others: control characters are escaped."""
+    """Print text that may come from a file of another person, with control characters escaped."""
     print(visible(str(text)), file=file)
 
 
@@ -98,10 +99,15 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="a checkpoint, or a folder of Hugging Face safetensors")
     parser.add_argument("target", type=Path, help="the file to write; with --sharded the folder")
     parser.add_argument("--sharded", action="store_true", help="shards with an index, in Hugging Face's layout")
-    parser.add_argument("--max-shard-size", default="5GB", help="of one shard: 5GB, 500MB, 2GiB, ... (default: 5GB)")
+    parser.add_argument(
+        "--max-shard-size", default=_SHARD_SIZE, help=f"of one shard: 5GB, 500MB, 2GiB, ... (default: {_SHARD_SIZE})"
+    )
     parser.add_argument("--dtype", choices=["fp32", "fp16", "bf16"], help="convert floating-point tensors to this")
     parser.add_argument("--expand-tied", action="store_true", help="write tied weights under each of their names")
-    layout = "tp=2,pp=2: write a folder of Megatron for these parallel sizes; vocab=N pads, impl=local names the norms"
+    layout = (
+        "tp=2,pp=2: write a Megatron folder for these parallel sizes; vocab=N pads the vocabulary; impl=local uses the "
+        "names of Megatron's local layers"
+    )
     parser.add_argument("--megatron", metavar="LAYOUT", help=layout)
     parser.add_argument(
         "--config", type=Path, help="with --megatron: the model's transformers config.json, or its folder"
@@ -111,8 +117,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Convert a Lightning .ckpt, a folder of Accelerate's save_state, of torch.distributed.checkpoint or of "
-        "DeepSpeed, or a state dict (.pt, .pth, .bin, .safetensors). A folder of Megatron becomes a folder of "
-        "transformers. Pickles are parsed, never executed, unless --trust-pickle is given."
+        "DeepSpeed, or a state dict (.pt, .pth, .bin, .safetensors). A Megatron folder becomes a transformers folder. "
+        "Pickles are parsed, never executed, unless --trust-pickle is given."
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path, help="the checkpoint folder to write")
@@ -132,7 +138,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epoch", type=int, help="finished epochs, if not in the file")
 
 
-# Looking
+# Inspection
 
 
 def _ls(wanted: argparse.Namespace) -> int:
@@ -186,7 +192,9 @@ def _verify(wanted: argparse.Namespace) -> int:
     # A pattern such as `runs/checkpoints/*` also matches the index and other files beside the checkpoints.
     folders = [path for path in wanted.paths if not path.is_file()]
     problems_of: dict[str, list[str]] = {}  # checkpoint → problems; an empty list if it is intact
-    for folder in folders or wanted.paths:  # a command with files only is an error of `checkpoints_at`
+    if not folders:
+        folders = wanted.paths  # files only: `checkpoints_at` raises the error
+    for folder in folders:
         for path in checkpoints_at(folder):
             problems_of[str(path)] = verify(path)
     for path in wanted.paths:
@@ -250,7 +258,7 @@ def _print_some(title: str, lines: Sequence[str]) -> None:
         _print(f"  ... and {len(lines) - _MAX_LINES} more (all of them with --json)")
 
 
-# Weights in and out
+# Merge, export and conversion
 
 
 def _merge(wanted: argparse.Namespace) -> int:
@@ -320,7 +328,7 @@ def _export(wanted: argparse.Namespace) -> int:
 def _export_megatron(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.megatron_folder import MegatronLayout, export_megatron
 
-    if wanted.sharded or wanted.expand_tied or wanted.max_shard_size != "5GB":
+    if wanted.sharded or wanted.expand_tied or wanted.max_shard_size != _SHARD_SIZE:
         raise ConfigurationError("--megatron excludes --sharded, --expand-tied and --max-shard-size. Remove them.")
     fields: dict[str, Any] = {}  # of `MegatronLayout`: "tp=2,impl=local" is {"tp": 2, "impl": "local"}
     for part in wanted.megatron.split(","):
@@ -351,15 +359,17 @@ def _print_exported(exported: Exported) -> None:
 
 
 def _convert(wanted: argparse.Namespace) -> int:
-    from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint, read_names
+    from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint
     from trainwright.checkpoint.interop.megatron_folder import convert_megatron, megatron_folder
 
     if megatron_folder(wanted.source) is not None:
         for name in ("drop_unknown", "trust_pickle", "param_names", "optimizer_class", "step", "epoch"):
-            if getattr(wanted, name) not in (None, False, []):
+            value = getattr(wanted, name)
+            is_passed = value is not None and value is not False and value != []  # 0 is passed, too
+            if is_passed:
                 raise ConfigurationError(f"--{name.replace('_', '-')} has no effect for Megatron. Remove it.")
         count = convert_megatron(wanted.source, wanted.target, wanted.config)
-        _print(f"{wanted.target}: a model of transformers, {count} tensors")
+        _print(f"{wanted.target}: a transformers model, {count} tensors")
         return 0
     if wanted.config is not None:
         raise ConfigurationError(
@@ -372,7 +382,7 @@ def _convert(wanted: argparse.Namespace) -> int:
     options = ConvertOptions(
         trust_pickle=wanted.trust_pickle,
         drop_unknown=wanted.drop_unknown,
-        param_names=[read_names(path.read_text().splitlines()) for path in wanted.param_names],
+        param_names=[_read_names_file(path) for path in wanted.param_names],
         optimizer_classes=wanted.optimizer_class,
         step=wanted.step,
         epoch=wanted.epoch,
@@ -386,6 +396,16 @@ def _convert(wanted: argparse.Namespace) -> int:
     for note in converted.notes:
         _print(f"note: {note}", file=sys.stderr)
     return 0
+
+
+def _read_names_file(path: Path) -> list[str]:
+    from trainwright.checkpoint.interop.convert import read_names
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--param-names {path} is not UTF-8: {error}. Convert it to UTF-8.") from error
+    return read_names(text.splitlines())
 
 
 # Facts, sizes and ages as text
@@ -427,7 +447,7 @@ def _plain(value: object) -> Any:
 def _size(num_bytes: int) -> str:
     value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
+        if round(value, 1) < 1000:  # 999,960 bytes are 1.0 MB, not 1000.0 kB
             return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
@@ -436,13 +456,16 @@ def _size(num_bytes: int) -> str:
 def _age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"  # negative if the clock of the machine that saved is ahead
+            return f"{int(seconds // length)} {unit}"  # rounded down: 59.9 minutes are not 60
+    return f"{int(max(seconds, 0))} s"  # negative if the clock of the machine that saved is ahead
 
 
 def _parse_size(option: str, text: str) -> int:
     """Return the bytes of a size such as `2GiB`, the value of `option`."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
+    num_bytes = 0
+    if match is not None and match[2].lower() in _UNITS:
+        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes == 0:  # also for 0.1B
         raise ConfigurationError(f"{option}={text!r}, expected a size such as 5GB, 500MB or 2GiB.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return num_bytes

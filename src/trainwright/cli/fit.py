@@ -1,7 +1,8 @@
 """`trainwright fit|validate|test|predict config.yaml`: run the task of a configuration file.
 
 A configuration file holds `seed_everything`, `trainer:` (the arguments of `Trainer`), `task:` and `data:` (each a
-`class_path` with `init_args`), and `ckpt_path`. Any of it can be overridden: `--trainer.max_epochs 3`, `task.lr=0.01`.
+`class_path` with `init_args`), `ckpt_path`, and for `fit` the arguments in `LOADING`. Any of it can be overridden:
+`--trainer.max_epochs 3`, `task.lr=0.01`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # argu
 
 
 def run_stage(stage: Stage, argv: Sequence[str]) -> int:
-    """Read the configuration, build the Trainer, the task and the data, save the resolved configuration, and run.
+    """Read the configuration, build the Trainer, the task and the data, and run.
+
+    The stage `fit` first saves the resolved configuration.
 
     Class paths can name modules of the current folder. Call this function on every rank. Only the main process writes.
 
@@ -56,6 +59,7 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
     trainer = built.trainer
+    # Not `trainer.is_global_zero`, which is True on every process before the run.
     if stage == "fit" and detect(settings.trainer.get("launcher") or "auto").rank == 0:
         # Before the run, so that a run that fails has its configuration, too.
         save_config(resolved_yaml(parser, settings), Path(trainer.default_root_dir))
@@ -128,7 +132,11 @@ def _predict(built: Namespace, settings: Namespace) -> None:
 
 
 def build_parser(stage: Stage) -> Any:
-    """Return the jsonargparse parser of a command: `trainer`, `task`, `data`, `seed_everything` and `ckpt_path`."""
+    """Return the jsonargparse parser of a command.
+
+    Its keys are `config`, `trainer`, `task`, `data`, `seed_everything`, `ckpt_path`, for `fit` those in `LOADING`, and
+    for `predict` `output`.
+    """
     from jsonargparse import ArgumentParser
 
     from trainwright import DataModule, TaskModule, Trainer
@@ -195,19 +203,25 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
         path: the safetensors file. A missing folder is created.
 
     Raises:
-        TaskError: an output is something else, or batches have different names.
+        TaskError: an output is something else, or batches have different names or shapes that cannot be concatenated.
     """
     named = [_named(batch) for batch in batches]
     names = list(named[0]) if named else []
-    if any(list(batch) != names for batch in named):
+    if any(batch.keys() != named[0].keys() for batch in named):
         raise TaskError(
             "predict_step returned different names for different batches. Return the same names for all batches, or "
             "write the outputs in a callback, with --output none."
         )
     joined: dict[str, torch.Tensor] = {}
     for name in names:
-        # safetensors stores contiguous tensors only.
-        joined[name] = torch.cat([batch[name].cpu() for batch in named]).contiguous()
+        try:
+            whole = torch.cat([batch[name].cpu() for batch in named])
+        except RuntimeError as error:
+            raise TaskError(
+                f"the outputs {name!r} of predict_step cannot be concatenated: {error} Return tensors that differ only "
+                "in their first dimension, or write the outputs in a callback, with --output none."
+            ) from error
+        joined[name] = whole.contiguous()  # safetensors stores contiguous tensors only
     path.parent.mkdir(parents=True, exist_ok=True)
     # A reader never sees a file that is half written.
     staging = path.with_name(f".{path.name}.tmp")

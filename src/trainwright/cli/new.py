@@ -70,7 +70,8 @@ def template_names() -> list[str]:
 def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | None = None) -> list[PurePosixPath]:
     """Render a template into a folder.
 
-    All files are rendered first, then written to a temporary folder and renamed. An error leaves no partial project.
+    All files are rendered first, then written to a temporary folder and renamed. An error leaves no partial project,
+    except one while the parts of the project are moved into an existing empty folder.
 
     Args:
         path: the folder to write. It may be an existing empty folder. Missing parents are created.
@@ -83,6 +84,7 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
     Raises:
         ConfigurationError: the template is unknown, `path` is not a new or empty folder or cannot be created, or the
             name is not valid.
+        OSError: a file cannot be written, for example because the disk is full.
     """
     known = template_names()
     if template not in known:
@@ -91,8 +93,8 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         )
     try:
         path = path.resolve()
-        path.exists()  # raises the errors of the next checks here
-    except (OSError, RuntimeError) as error:  # a link to itself, a name that is too long
+        path.exists()  # fails here, not in the checks below, if the path is a link to itself or too long
+    except (OSError, RuntimeError) as error:
         raise ConfigurationError(
             f"PATH {str(path)!r} cannot be a folder: {_first_line(error)}. Choose another PATH."
         ) from None
@@ -122,7 +124,8 @@ def project_names(name: str) -> dict[str, str]:
     """Return the variables of the templates: `name`, `package` (a Python identifier), `version` (of Trainwright).
 
     Raises:
-        ConfigurationError: `name` has other characters than letters, digits, `.`, `-` and `_`.
+        ConfigurationError: `name` has other characters than letters, digits, `.`, `-` and `_`, or does not begin and
+            end with a letter or digit.
     """
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigurationError(

@@ -37,8 +37,11 @@ class BatchShard(Dealer):
 
     To skip batches, indices are drawn and discarded, and no data is fetched. Every rank and a resumed run must draw the
     same indices. The global CPU generators are therefore seeded by (seed, epoch) until the sampler has returned its
-    first batch, and then restored. Generators in the sampler's attributes (of torch, NumPy or Python) are seeded, too,
-    and the sampler's `set_epoch` is called.
+    first batch, and then restored. Generators in attributes of the sampler, or of the `sampler` inside a batch sampler
+    (of torch, NumPy or Python), are seeded, too, and `set_epoch` of both is called.
+
+    Positions are counted in micro-batches of all ranks, see `Dealer`: round i of the epoch consists of the `world`
+    micro-batches from `_anchor_micro_batch + (i - _anchor_round) * world` on, one for each rank.
 
     Args:
         batch_sampler: an iterable of index batches, or of single indices. Its length is optional.
@@ -70,12 +73,11 @@ class BatchShard(Dealer):
         self._torch_generators: list[_TorchGenerator] = []
         self._other_generators: list[HeldGenerator] = []
         for part in self._parts:
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
+            for generator in _torch_generators_of(part):
                 # Read only now: seeding the generator for an epoch changes its initial seed.
                 self._torch_generators.append(_TorchGenerator(generator, generator.initial_seed()))
             self._other_generators.extend(held_generators(part))
-        self._anchor_micro_batch = 0  # micro-batches of all ranks before the anchor
+        self._anchor_micro_batch = 0  # micro-batches of all ranks before the anchor; `set_epoch` sets it
         # torch's own BatchSampler: batches have `batch_size` indices, except the last one. None for other samplers and
         # for subclasses, whose batches may differ in size.
         self._plain = batch_sampler if type(batch_sampler) is BatchSampler else None
@@ -155,16 +157,18 @@ class BatchShard(Dealer):
         self._anchor_micro_batch = 0
 
     def samples_in_round(self, round_index: int) -> int | None:
-        left = self.micro_batches_left
         sampler = self._plain
+        left = self.micro_batches_left
         if left is None or sampler is None:
             return None
+        # Micro-batches of the sampler that are not dropped. `left` has more if the last round is completed.
+        num_of_sampler = left
         if self.completes and not self._drop_last:
-            left = len(sampler) - self._anchor_micro_batch  # without the batches that complete the last round
-        first = min(self._first_micro_batch(round_index), left)
-        stop = min(self._first_micro_batch(round_index + 1), left)
+            num_of_sampler = max(0, len(sampler) - self._anchor_micro_batch)
+        first = min(self._first_micro_batch(round_index), num_of_sampler)
+        stop = min(self._first_micro_batch(round_index + 1), num_of_sampler)
         samples = (stop - first) * sampler.batch_size
-        has_last_batch = first < stop and stop == left
+        has_last_batch = first < stop and stop == num_of_sampler
         if not has_last_batch or sampler.drop_last or not isinstance(sampler.sampler, Sized):
             return samples
         # 7 samples in batches of 3: the three batches have room for 9, so the last one lacks 2.
@@ -173,12 +177,15 @@ class BatchShard(Dealer):
 
     def position(self, batch: int) -> dict[str, int]:
         """Return `batch` and `micro_batches`, the number of micro-batches consumed by all ranks in `batch` rounds."""
-        return {"batch": batch, "micro_batches": self._anchor_micro_batch + max(0, self._first_micro_batch(batch))}
+        # A batch before the anchor gets the anchor's position, because the number of ranks that read it is unknown.
+        num_since_anchor = max(0, self._first_micro_batch(batch))
+        return {"batch": batch, "micro_batches": self._anchor_micro_batch + num_since_anchor}
 
     def __iter__(self) -> Iterator[Any]:
         first = self._anchor_micro_batch + self._first_micro_batch(self._start_round) + self.rank
         key = epoch_key(self.seed, self.epoch)
         for held in self._torch_generators:
+            # `key` already depends on the epoch, but the orders of existing checkpoints depend on this formula.
             seed = derive_key(mix_seeds(held.initial_seed, key), self.epoch)
             held.generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)  # an int64 that is not negative
         for number, other in enumerate(self._other_generators):
@@ -212,11 +219,12 @@ class BatchShard(Dealer):
         rows_of_rounds = self._real_rows  # this iteration's dict: `start` sets a new one for the next
         round_index = self._start_round
         size = getattr(self.batch_sampler, "batch_size", None)
+        # `rounds_of_batches` reads lists of samples.
         lists = (batch if isinstance(batch, (list, tuple)) else _Single([batch]) for batch in batches)
         rounds = rounds_of_batches(lists, self.world, size, drop_last=self._drop_last, completes=True, first=first)
         for of_ranks, num_samples in rounds:
             batch = of_ranks[self.rank]
-            rows = real_rows(num_samples, of_ranks, self.rank)
+            rows = real_rows(num_samples, of_ranks, self.rank)  # the function, not the method
             if rows < len(batch):
                 rows_of_rounds[round_index] = rows
             round_index += 1
@@ -238,17 +246,21 @@ class _Single(list[Any]):
 class SplitBatchShard(BatchShard):
     """Batch sampler that divides each batch of a user's batch sampler over the ranks. Round i is the sampler's batch i.
 
-    A rank's part has `batch_size // world` indices. If the batch size is unknown, each batch is divided into equal
-    parts, of which the last ones may be short. If a batch has no index for a rank, the rank gets the batch's first
-    index as padding.
+    A rank's part has `batch_size // world` indices; the caller checks that the division has no remainder (see
+    `check_divisible`). If the batch size is unknown, each batch is divided into equal parts, of which the last ones may
+    be short. If a batch has no index for a rank, the rank gets the batch's first index as padding.
+
+    The attributes `rank` and `world` are always 0 and 1: every rank draws every batch. For the arithmetic of `Dealer`,
+    micro-batch i is therefore the whole batch of round i.
 
     Args:
         batch_sampler: an iterable of lists of indices, the same on every rank.
         rank, world: this rank and the number of data-parallel ranks.
         seed: seed of the run. Default: 0.
         seeding: see `ShardedBatchSampler`. Default: `"none"`.
-        completes: complete a short batch with samples of the first batch, or without a batch size let a rank without a
-            part use the batch's first index as a sample rather than as padding. Default: False.
+        completes: complete a short batch with samples of the first batch. If the batch size is unknown, parts stay
+            short. `has_batch` is then always True, and `real_rows` is the number of a rank's indices that are not
+            added: 0 for a rank that gets the batch's first index. Default: False.
     """
 
     def __init__(
@@ -261,16 +273,15 @@ class SplitBatchShard(BatchShard):
         seeding: Seeding = "none",
         completes: bool = False,
     ) -> None:
-        # Every rank draws every batch. In the base class, `rank` is therefore 0 and `world` is 1, so that micro-batch i
-        # is round i.
-        super().__init__(batch_sampler, seed=seed, seeding=seeding)
+        super().__init__(batch_sampler, seed=seed, seeding=seeding)  # rank 0 of 1, see above
         self.completes = completes
         self._part_index = rank
         self._num_parts = world
         size = getattr(batch_sampler, "batch_size", None)
-        self._part_size = None if size is None else size // world
+        self._part_size = None if size is None else size // world  # indices of a rank; None if unknown
         self.batch_size = None if self._plain is None else self._part_size
-        # {round: `real_ranks`} of the read rounds in which some rank's part is padding. Iterations fill it.
+        # {round: `real_ranks`} of the read rounds in which some rank's part is padding. Iterations fill it, unless
+        # `completes` is True; they then fill `_real_rows`.
         self._short_rounds: dict[int, int] = {}
         if seeding == "batch":
             self.stream = rank  # the parts of a batch have one micro-batch index, and would have one seed
@@ -324,6 +335,17 @@ class SplitBatchShard(BatchShard):
             part = list(indices[start : start + size])
             round_index += 1
             yield part or list(batch[:1])
+
+
+def _torch_generators_of(owner: object) -> list[torch.Generator]:
+    """Return torch's generators among an object's attributes: first `generator`, which may be a property."""
+    candidates = [getattr(owner, "generator", None), *getattr(owner, "__dict__", {}).values()]
+    generators: list[torch.Generator] = []
+    for value in candidates:
+        is_known = any(value is generator for generator in generators)
+        if isinstance(value, torch.Generator) and not is_known:
+            generators.append(value)
+    return generators
 
 
 def mix_seeds(a: int, b: int) -> int:

@@ -67,7 +67,7 @@ def _has_tpu() -> bool:
 
 
 def kernel_problem() -> list[str]:
-    """Return a warning if the kernel of this machine is so old that processes may hang, otherwise an empty list."""
+    """Return a list with one warning if processes may hang with this machine's old kernel, otherwise an empty list."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())  # "5.15.0-1234-aws"
     if sys.platform != "linux" or version is None:
         return []
@@ -90,7 +90,7 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     available: int | None = None  # any number of processes on the CPU; torch does not count the devices of XLA
     if kind not in ("cpu", "xla"):
         available = torch.accelerator.device_count()
-    argument = devices
+    argument = devices  # for the errors: `devices` becomes a number or a list below
     if isinstance(devices, str) and devices != "auto":
         try:
             numbers = [int(part) for part in devices.split(",") if part.strip()]
@@ -102,7 +102,10 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     if devices == "auto" or devices == -1:
         return list(range(1 if available is None else available))
     if isinstance(devices, Sequence):
-        indices = [int(index) for index in devices]
+        try:
+            indices = [int(str(index)) for index in devices]  # int(1.7) and int(True) would be no error
+        except ValueError:
+            raise ConfigurationError(f"devices={argument!r}: write indices such as [0, 3].") from None
         if not indices:
             raise ConfigurationError(
                 f"devices={argument!r} names no device. Write a count, 'auto', or indices such as [0, 3]."

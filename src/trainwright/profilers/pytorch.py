@@ -144,6 +144,8 @@ class CycleProfile(torch.profiler.profile):
             self._first_trace = str(path)
             super().export_chrome_trace(self._first_trace, *args, **options)
             return
+        if Path(path).resolve() == Path(self._first_trace).resolve():
+            return  # opening it for the copy would empty it
         open_source = _opener(self._first_trace)
         open_target = _opener(path)
         with open_source(self._first_trace, "rb") as source, open_target(path, "wb") as target:
@@ -171,8 +173,10 @@ def _opener(path: str) -> Callable[..., Any]:
 
 
 class PyTorchProfiler(Profiler):
-    """Profiler of operators, kernels and the Trainer's actions in chosen steps. Each rank writes a chrome trace
-    `{stage}-{filename}-{rank}.json`, and rank 0 merges them in `{stage}-{filename}-merged.json`.
+    """Profiler of operators, kernels and the Trainer's actions in chosen steps.
+
+    Each rank writes a chrome trace `{stage}-{filename}-{rank}.json`, and rank 0 merges them in
+    `{stage}-{filename}-merged.json`.
 
     Args:
         dirpath, filename: see `Profiler`.
@@ -193,8 +197,8 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:
-        ConfigurationError: An argument, a key of `schedule` or `sort_by_key` is unknown. In `setup`: this machine
-            cannot record an activity, or has no NVIDIA GPU for `emit_nvtx`.
+        ConfigurationError: An argument, a key of `schedule` or `sort_by_key` is unknown, or a value of `schedule` is
+            out of its range. In `setup`: this machine cannot record an activity, or has no NVIDIA GPU for `emit_nvtx`.
     """
 
     def __init__(
@@ -300,7 +304,7 @@ class PyTorchProfiler(Profiler):
 
     def _receive(self, profiler: CycleProfile) -> None:
         """Export a finished cycle of the schedule, and write the text of the summary."""
-        self._text = self._describe(profiler)
+        self._text = self._describe(profiler)  # before `_cycles` grows: the title counts this cycle as len + 1
         cycle = f"-{len(self._cycles)}" if self._cycles else ""
         self.path("").parent.mkdir(parents=True, exist_ok=True)
         if self.export_to_chrome:
@@ -448,7 +452,7 @@ def profiled(
     Args:
         options: Options of the profiler.
         process_index: Index of this process, in the names of the traces.
-        wait: Called after the traces are written, if there is a folder for them.
+        wait: Called after the traces are written, if there is a folder for them. Not called if the block raises.
         written: List to which the paths of the traces are appended.
 
     Raises:

@@ -42,21 +42,21 @@ class _RoundFacts(NamedTuple):
 
     Attributes:
         num_real: Number of processes with a batch of their own. The batches of the others are padding.
-        real_rows: Number of samples of each process that do not only complete the round. None if the round was not
-            completed.
+        rows_of_processes: Number of samples of each process before padding, in a short round with `completes_rounds`.
+            None otherwise, or if the batch size is unknown.
     """
 
     num_real: int
-    real_rows: list[int] | None
+    rows_of_processes: list[int] | None
 
 
 class DispatchedLoader(PreparedLoader):
     """Prepared loader that only the first process reads.
 
     A round is one batch for each process: consecutive batches of the user's loader, or with `split_batches` the parts
-    of a single batch. With `completes_rounds`, a short last round is completed with samples of the first round, or with
-    its batches if they contain other values than tensors. Otherwise, a process without a batch receives the round's
-    first batch as padding.
+    of a single batch. With `completes_rounds`, a short last round is completed with samples of the first round. Other
+    rounds, those with other values than tensors, and those of unknown batch size are not completed: a process without a
+    batch receives the round's first batch as padding.
 
     Args:
         raw: The user's loader. Only the first process reads it.
@@ -85,7 +85,7 @@ class DispatchedLoader(PreparedLoader):
         self._anchor_batch = 0
         # Facts of the rounds of the present pass that were received, by the index of the round.
         self._short_rounds: dict[int, int] = {}  # `num_real` of rounds with padding
-        self._real_rows: dict[int, int] = {}  # this process's number of real samples in completed rounds
+        self._real_rows: dict[int, int] = {}  # `real_rows` of short rounds with `completes_rounds`
         # State of the user's loader before the round that is read ahead. First process only. None before a pass reads.
         self._snapshot: Any = None
         self._facts = _from_first(self._prepare, processes, options)
@@ -171,8 +171,8 @@ class DispatchedLoader(PreparedLoader):
             del delivery  # only the caller holds the batch after `yield`, and may free it
             if facts.num_real < self.options.world:
                 short_rounds[index] = facts.num_real
-            if facts.real_rows is not None:
-                real_rows[index] = facts.real_rows[self.options.rank]
+            if facts.rows_of_processes is not None:
+                real_rows[index] = facts.rows_of_processes[self.options.rank]
             yield batch
             del batch
 
@@ -196,24 +196,26 @@ class DispatchedLoader(PreparedLoader):
             batches = next(rounds, None)
             if batches is None:
                 return
-            real_rows: list[int] | None = None
+            rows_of_processes: list[int] | None = None
             if options.completes_rounds:
                 if self._drops_last and len(batches) < self._per_round:
                     return
                 if first_round is None:
                     first_round = list(batches)
-                real_rows = self._real_rows_of(batches)
-                if real_rows is not None and all(map(_holds_rows, batches)):
+                rows_of_processes = self._rows_of_short_round(batches)
+                # Batches without a sample cannot complete a round.
+                has_samples = any(map(batch_size, first_round))
+                if rows_of_processes is not None and has_samples and all(map(_holds_rows, batches)):
                     batches = self._completed(batches, first_round)
             shares = batches
             if options.split_batches or self._slice_fn is not None:
                 shares = self._parts(batches)
             num_real = len(shares)
             padding = shares[:1] * (options.world - num_real)
-            yield Round([*shares, *padding], _RoundFacts(num_real, real_rows))
+            yield Round([*shares, *padding], _RoundFacts(num_real, rows_of_processes))
             del batches, shares, padding  # before the next round is read
 
-    def _real_rows_of(self, batches: list[Any]) -> list[int] | None:
+    def _rows_of_short_round(self, batches: list[Any]) -> list[int] | None:
         """Return each process's number of samples in a short round. None if the round is full, or its size unknown."""
         world = self.options.world
         size = self._facts.batch_size
@@ -234,9 +236,9 @@ class DispatchedLoader(PreparedLoader):
         size = self._facts.batch_size
         assert size is not None  # the round is known to be short
         # At least as many samples as a full round has. The data may be smaller than that, so that samples repeat.
-        added = [first_round[i % len(first_round)] for i in range(world)]
+        added: list[Any] = []
         while sum(map(batch_size, added)) < size * world:
-            added = [*added, *first_round]
+            added += first_round
         joined = concatenate([*batches, *added])
         whole = slice_batch(joined, slice(0, size * world), 0, world)
         if self.options.split_batches:
@@ -331,7 +333,7 @@ def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOpti
     if problem is not None:
         raise problem
     if problem_text is not None:
-        raise WorkerError(f"the first process could not prepare {options.title}: {problem_text}")
+        raise WorkerError(f"an operation of the first process on {options.title} failed: {problem_text}")
     return cast(T, result)
 
 

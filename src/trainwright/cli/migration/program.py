@@ -81,7 +81,7 @@ class Import:
 
 
 class Program:
-    """One program.
+    """Text, syntax tree and bindings of one program, and the edits that rewrite it.
 
     Raises SyntaxError for a text that is not valid Python.
 
@@ -95,7 +95,8 @@ class Program:
         kept: nodes in a `try` that imports Trainwright, too. Such a program already chooses between the libraries.
         reads: names that the program reads, each with its scope.
         strings: strings other than docstrings, each with its node.
-        edits: (begin, end) in `source` → new text. Edits do not overlap.
+        edits: (begin, end) in `source` → new text. The caller must not let edits overlap: a node and a node inside it
+            cannot both be replaced. `begin == end` inserts.
         unsettled: manual changes that the user must make.
     """
 
@@ -141,19 +142,21 @@ class Program:
         outside = _outside(node)
         for child in outside:
             self._visit(child, scope)
+        if isinstance(node, _FUNCTIONS):
+            for arg in ast.iter_child_nodes(node.args):
+                if isinstance(arg, ast.arg):
+                    inner.bind(arg.arg, arg)
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.arguments):  # its defaults and annotations are in `outside`
-                for arg in ast.walk(child):
-                    is_own = self.parents[arg] is child  # a default may be a lambda with arguments of its own
-                    if isinstance(arg, ast.arg) and is_own:
-                        inner.bind(arg.arg, arg)
-            elif child not in outside:
+            # Defaults and annotations of the arguments, the only expressions in `ast.arguments`, are in `outside`.
+            if child not in outside and not isinstance(child, ast.arguments):
                 self._visit(child, inner)
 
     def _record(self, node: ast.AST, scope: Scope) -> None:
         """Record the name that the node itself binds or reads."""
         if isinstance(node, _NAMED) and node.name:
             scope.bind(node.name, node)
+        elif isinstance(node, ast.MatchMapping) and node.rest:  # `case {**rest}`
+            scope.bind(node.rest, node)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             self.reads.append((node, scope))
         elif isinstance(node, ast.Name):
@@ -198,6 +201,14 @@ class Program:
         after = self.source[end:].split(b"\n", 1)[0]
         return before, after
 
+    def lines_of(self, node: ast.stmt) -> tuple[int, int]:
+        """Return the positions in `source` where a statement's first line begins and its last line ends."""
+        begin = self.starts[node.lineno - 1]
+        last_line = node.end_lineno or node.lineno
+        if last_line == len(self.starts):  # the text does not end with a line break
+            return begin, len(self.source)
+        return begin, self.starts[last_line]  # lines count from 1, so this is the start of the next one
+
     def replace(self, node: object, text: str) -> None:
         """Replace the text of a node. An empty text keeps it."""
         begin, end = self.span(node)
@@ -211,8 +222,11 @@ class Program:
     def edited(self) -> str:
         """Return the program's text with the edits."""
         code = self.source
+        begin_of_later = len(code)
         # From the end, so that earlier positions stay valid.
         for (begin, end), text in sorted(self.edits.items(), reverse=True):
+            assert end <= begin_of_later, "edits overlap, and would write a program that is not valid"
+            begin_of_later = begin
             code = code[:begin] + text.encode() + code[end:]
         return code.decode()
 

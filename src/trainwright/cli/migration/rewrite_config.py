@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from trainwright.cli.migration.counterparts import advice, counterpart
 from trainwright.cli.migration.program import Unsettled
-from trainwright.cli.migration.rewrite_imports import Rewritten, advice, counterpart
+from trainwright.cli.migration.rewrite_imports import Rewritten
 from trainwright.core.names.foreign_names import LIBRARIES
 
 # A key whose value names a class, on one line: `_target_: lightning.pytorch.Trainer  # a comment`.

@@ -12,20 +12,28 @@ import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
+from trainwright.cli.migration.counterparts import (
+    advice,
+    counterpart,
+    instead,
+    is_module,
+    longest_counterpart,
+    module_in_use,
+    own_object,
+)
 from trainwright.cli.migration.old_uses import imports_of_face, report_old_uses
-from trainwright.cli.migration.program import FACE, Import, Program, Unsettled, annotations_of, root, roots
-from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module, own_name
+from trainwright.cli.migration.program import FACE, Import, Program, Unsettled, annotations_of, roots
+from trainwright.core.names.foreign_names import LIBRARIES
 
 _PATH = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)+")
 _ADVANCES = (
     "schedule_steps='per_process' is added: a schedule then advances once for each process and step, as in Accelerate. "
     "Without it, a schedule advances once for each step."
 )
+_CLOSING = re.compile(rb"(?:(?:[\s\\]|#.*\n)*\))*")  # closing parentheses, with space and comments before each
 _ONLY_NONE = ("plugins", "model_registry")  # arguments of Lightning's Trainer that are accepted only as None
-_TOP_PACKAGES = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
 
 @dataclass
@@ -76,8 +84,21 @@ class _NewName:
     local: str  # the bound name, `Net`
 
 
+@dataclass(frozen=True)
+class _Module:
+    """An imported module of another library: `import lightning.pytorch.callbacks as cb`."""
+
+    path: str  # its dotted name, `lightning.pytorch.callbacks`
+    base: str  # dotted name of its counterpart, `trainwright.callbacks`; `trainwright` if it has none
+    local: str  # its name in the rewritten program, `cb`
+
+
 class _Rewriter:
-    """The edits and manual changes of one program."""
+    """The edits and manual changes of one program.
+
+    Edits of a program must not overlap. Each method therefore replaces the smallest piece of text: a name, one alias of
+    an import or the word of a keyword, but never an expression that contains a name that another method may replace.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -87,9 +108,9 @@ class _Rewriter:
     def rewrite(self) -> None:
         """Find the edits and the manual changes."""
         uses = self._uses()
-        counterparts: dict[Import, str | None] = {}
+        counterparts: dict[Import, str | None] = {}  # dotted names in Trainwright, None without a counterpart
         for each, chains in uses.items():
-            counterparts[each] = counterpart(each.path) or _module_in_use(each.path, chains)
+            counterparts[each] = counterpart(each.path) or module_in_use(each.path, chains)
         names = self._new_names(counterparts)
         trainers: set[str] = set()  # the program's variables with a Trainer, as text: `trainer`, `self.trainer`
         for each, chains in uses.items():
@@ -104,8 +125,11 @@ class _Rewriter:
         self._report_stars()
         if uses:
             self._rename_arguments()
-        modules = {each.local: each.path for each in uses if isinstance(each.node, ast.Import)}
-        self._settle_strings(modules, names)
+        modules: dict[str, _Module] = {}  # local name → the imported module
+        for each, path in counterparts.items():
+            if isinstance(each.node, ast.Import) or (path is not None and is_module(path)):
+                modules[each.local] = _Module(each.path, path or FACE, names[each.local])
+        self._settle_strings(modules)
         # A later run still reports what the first one has left to the user.
         if uses or imports_of_face(self.program):
             report_old_uses(self.program, trainers)
@@ -138,32 +162,24 @@ class _Rewriter:
                 self.program.report(node, f"from {node.module} import *: name what you use.")
 
     def _new_names(self, counterparts: dict[Import, str | None]) -> dict[str, str]:
-        """Return the new name of each local name. Names in strings, or bound by other statements, do not change."""
-        bound: dict[str, list[Any]] = {}
+        """Return {local name: its name in the rewritten program}. A name that cannot be renamed keeps its old name."""
+        bound: dict[str, list[Any]] = {}  # name → what binds it in any scope, as in `Scope.bound`
         for scope in self.program.scopes:
             for name, nodes in scope.bound.items():
                 bound.setdefault(name, []).extend(nodes)
         fixed = self._fixed_names()
         names: dict[str, str] = {}
         for local in dict.fromkeys(each.local for each in counterparts):
-            candidates: set[str] = set()
-            exported = False
-            for node in bound[local]:
-                if isinstance(node, Import):
-                    candidates.add(_plain_name(node, counterparts[node]))
-                    exported = exported or node.alias.asname == node.alias.name  # `import a as a` exports `a`
-                else:
-                    candidates.add(local)
-            # If statements bind the name to different things, one new name cannot be right for every use.
-            new_name = candidates.pop() if len(candidates) == 1 else local
-            free = new_name not in bound and new_name not in names.values()
+            nodes = bound[local]
+            new_name = _common_name(local, nodes, counterparts)
+            is_free = new_name not in bound and new_name not in names.values()
             if new_name == FACE:
                 # `import lightning` without an alias: the `lightning` in its uses is rewritten in any case. Several
                 # `import trainwright` may bind the same name.
-                safe = free or all(isinstance(node, ast.Import) for node in bound.get(FACE, ()))
+                can_rename = is_free or all(isinstance(node, ast.Import) for node in bound.get(FACE, ()))
             else:
-                safe = free and local not in fixed and not exported
-            names[local] = new_name if safe else local
+                can_rename = is_free and local not in fixed and not any(map(_is_exported, nodes))
+            names[local] = new_name if can_rename else local
         return names
 
     def _fixed_names(self) -> set[str]:
@@ -195,25 +211,17 @@ class _Rewriter:
             # `Trainer.from_argparse_args`: attributes of an imported class or function are not looked up.
             self.program.replace(chain[0], new_text)
             return self._check_call(chain[0], imported)
-        words = [node.attr for node in chain[1:]]
+        attributes = [node.attr for node in chain[1:]]
         base = imported or FACE
-        for length in range(len(words), 0, -1):
-            path = counterpart(".".join([each.path, *words[:length]]))
-            if path is None:
-                continue
-            # `L.callbacks.Missing` has the counterpart of `L.callbacks` only: the rest must be reported.
-            incomplete = is_module(path) and length < len(words)
-            # The local name is bound to `base`: a counterpart in another module cannot be reached from it.
-            reachable = f"{path}.".startswith(f"{base}.")
-            if incomplete or not reachable:
-                break
-            self.program.replace(chain[length], local + path.removeprefix(base))
-            return self._check_call(chain[length], path)
+        found = longest_counterpart(each.path, attributes, base)
+        if found is not None:
+            self.program.replace(chain[found.length], local + found.path.removeprefix(base))
+            return self._check_call(chain[found.length], found.path)
         self.program.replace(chain[0], new_text)
-        if not words and imported is not None:
+        if not attributes and imported is not None:
             self.program.report(chain[0], f"the module {each.local} is used as an object; check its attributes.")
         else:
-            self.program.report(chain[0], advice(".".join([each.path, *words])))
+            self.program.report(chain[0], advice(".".join([each.path, *attributes])))
         return set()
 
     def _check_call(self, node: ast.expr, path: str) -> set[str]:
@@ -270,7 +278,12 @@ class _Rewriter:
         passed: list[Any] = [*call.args, *call.keywords]
         text = 'schedule_steps="per_process"'
         if passed:
-            position = max(self.program.span(each)[1] for each in passed)
+            argument_end = max(self.program.span(each)[1] for each in passed)
+            call_end = self.program.span(call)[1] - 1  # position of the call's closing parenthesis
+            # The span of `True` in `Accelerator((True))` ends before its own parenthesis, which must come first.
+            parentheses = _CLOSING.match(self.program.source[argument_end:call_end])
+            assert parentheses is not None  # it also matches nothing
+            position = argument_end + parentheses.end()
             text = f", {text}"
         else:
             position = self.program.source.index(b"(", self.program.span(call.func)[1]) + 1
@@ -355,24 +368,19 @@ class _Rewriter:
         `import lightning` and `import accelerate` both become `import trainwright`.
         """
         parent = self.program.parents[node]
-        # A statement is always in one of the lists of its parent, such as the `body` or the `orelse` of an `if`.
-        for name, value in ast.iter_fields(parent):
-            if isinstance(value, list) and node in value:
-                block = (parent, name)
+        # A statement is in exactly one of the lists of its parent, such as the `body` or the `orelse` of an `if`.
+        lists = [name for name, value in ast.iter_fields(parent) if isinstance(value, list) and node in value]
+        block = (parent, lists[0])
         if block in self._plain_imports:
-            del self.program.edits[self.program.span(node.names[0])]
-            line_begin = self.program.starts[node.lineno - 1]
-            # Line numbers count from 1, so this is the start of the next line.
-            line_end = self.program.starts[node.end_lineno or node.lineno]
-            self.program.edits[line_begin, line_end] = ""  # an edit itself, unlike `replace`, may delete text
+            del self.program.edits[self.program.span(node.names[0])]  # it is inside the lines that are deleted
+            self.program.edits[self.program.lines_of(node)] = ""  # an edit itself, unlike `replace`, may delete text
         self._plain_imports.add(block)
 
-    def _settle_strings(self, modules: dict[str, str], names: dict[str, str]) -> None:
+    def _settle_strings(self, modules: dict[str, _Module]) -> None:
         """Report strings that are paths of the other libraries, and rewrite annotations in quotes.
 
         Args:
             modules: local name → module of the other library.
-            names: local name → name in the rewritten program.
         """
         types: set[ast.AST] = set()
         for node in ast.walk(self.program.tree):
@@ -381,29 +389,31 @@ class _Rewriter:
         for node, text in self.program.strings:
             names_with_attributes = set(re.findall(r"\b(\w+)\.", text))  # `L` in "list[L.LightningModule]"
             if node in types and names_with_attributes & modules.keys():
-                self._rewrite_quoted(node, modules, names)
+                self._rewrite_quoted(node, modules)
             elif _PATH.fullmatch(text):
                 path = counterpart(text)
                 hint = advice(text) if path is None else f"is {path} here."
                 self.program.report(node, f"the text {text!r} names another library: {hint}")
 
-    def _rewrite_quoted(self, node: ast.expr, modules: dict[str, str], names: dict[str, str]) -> None:
+    def _rewrite_quoted(self, node: ast.expr, modules: dict[str, _Module]) -> None:
         """Rewrite the names of the other libraries in an annotation in quotes, such as `"L.LightningModule"`."""
 
         def rewritten(match: re.Match[str]) -> str:
-            local, rest = match.groups()
-            if local not in modules:
+            name, *attributes = match[0].split(".")
+            module = modules.get(name)
+            if module is None:
                 return match[0]
-            path = modules[local] + rest
-            new_path = counterpart(path)
-            if new_path is None:
+            found = longest_counterpart(module.path, attributes, module.base)
+            if found is None:
+                path = ".".join([module.path, *attributes])
                 self.program.report(node, f"the annotation in quotes: {advice(path)}")
                 return match[0]
-            return names[local] + new_path.removeprefix(FACE)
+            rest = attributes[found.length :]
+            return ".".join([module.local + found.path.removeprefix(module.base), *rest])
 
         begin, end = self.program.span(node)
         text = self.program.source[begin:end].decode()
-        self.program.replace(node, re.sub(r"(?<![\w.])(\w+)((?:\.\w+)+)", rewritten, text))
+        self.program.replace(node, re.sub(r"(?<![\w.])\w+(?:\.\w+)+", rewritten, text))
 
     def _rename_arguments(self) -> None:
         """Rename the argument `pl_module=` in calls such as `super().on_train_end(trainer, pl_module=pl_module)`."""
@@ -412,58 +422,9 @@ class _Rewriter:
                 continue
             for keyword in node.keywords:
                 if keyword.arg == "pl_module":
-                    self.program.replace(keyword, f"task={ast.unparse(keyword.value)}")
-
-
-def counterpart(path: str) -> str | None:
-    """Return Trainwright's dotted name for a dotted name of Lightning or Accelerate, or None if there is none.
-
-    The counterpart of a library's top package is `trainwright`.
-    """
-    if canonical(path) in _TOP_PACKAGES:
-        return FACE
-    if path.endswith(".__version__") and LIBRARIES[root(path)] == "Lightning":
-        return None  # Trainwright has the version of Accelerate's interface, but none of Lightning's
-    return own_name(path)
-
-
-def _module_in_use(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
-    """Return the counterpart of an imported sub-module. None if no name that the program uses in it has one.
-
-    `counterpart` finds no name for most sub-modules, because they are not among the names of their parent module.
-    """
-    for chain in chains:
-        if len(chain) > 1 and counterpart(f"{path}.{chain[1].attr}"):
-            return own_module(path)
-    return None
-
-
-def own_object(path: str) -> Any:
-    """Import the object with a dotted name, such as `trainwright.Trainer`."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
-
-
-def is_module(path: str) -> bool:
-    """Return whether a dotted name is the name of a module."""
-    return path == FACE or inspect.ismodule(own_object(path))
-
-
-def advice(path: str) -> str:
-    """Return the advice for a dotted name in Lightning or Accelerate without a counterpart."""
-    name = path.rpartition(".")[2]
-    if name == "__version__":
-        return f"{path} has no counterpart here: trainwright.__version__ is Trainwright's own. Delete the comparison."
-    return answer(name, LIBRARIES[root(path)]) or f"{path} has no counterpart here; see docs/migration-names.md."
-
-
-def instead(path: str, name: str) -> str:
-    """Return the replacement of an argument `name` that the class `path` lacks, as the end of a sentence."""
-    if path == "trainwright.Accelerator":
-        from trainwright.accelerator.settings import ELSEWHERE
-
-        return f". Instead: {ELSEWHERE[name]}." if name in ELSEWHERE else "."
-    return "; see docs/migration-names.md."
+                    # Only the word: the value may contain names that are replaced, too.
+                    begin = self.program.span(keyword)[0]
+                    self.program.edits[begin, begin + len("pl_module")] = "task"
 
 
 def _plain_name(each: Import, path: str | None) -> str:
@@ -473,6 +434,19 @@ def _plain_name(each: Import, path: str | None) -> str:
     if path is None or each.alias.asname:
         return each.local
     return path.rpartition(".")[2]
+
+
+def _common_name(local: str, nodes: Sequence[Any], counterparts: dict[Import, str | None]) -> str:
+    """Return the name that all rewritten statements would bind instead of `local`, or `local` if they differ."""
+    candidates: set[str] = set()
+    for node in nodes:
+        candidates.add(_plain_name(node, counterparts[node]) if isinstance(node, Import) else local)
+    return candidates.pop() if len(candidates) == 1 else local
+
+
+def _is_exported(node: object) -> bool:
+    """Return whether a statement exports the name: type checkers read `import a as a` so."""
+    return isinstance(node, Import) and node.alias.asname == node.alias.name
 
 
 def _written(name: str, local: str, *, keep: bool) -> str:

@@ -39,7 +39,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     nodes = sorted((_SYSTEM / "devices/system/node").glob("node[0-9]*/cpulist"), key=_number)
     if len(nodes) < 2:
         return
-    core_list = _of_gpu(local_process_index)
+    core_list = _core_list_near_gpu(local_process_index)
     if core_list is None:
         # For example 4 processes on 2 nodes: processes 0 and 1 get node 0, and processes 2 and 3 get node 1.
         num_processes = max(detect().local_world_size, local_process_index + 1)
@@ -53,6 +53,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if verbose is None:
         verbose = read_variable("ACCELERATE_DEBUG_MODE", as_flag)
     if verbose:
+        # A warning, because Python's default configuration of logging does not show less severe messages.
         logging.getLogger(__name__).warning("process %d runs on the cores %s", local_process_index, sorted(cores))
 
 
@@ -62,7 +63,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     override_numa_affinity(local_process_index, verbose)
 
 
-def _of_gpu(index: int) -> Path | None:
+def _core_list_near_gpu(index: int) -> Path | None:
     """Return the system file that lists the cores near GPU `index`. None if the GPU or the file does not exist."""
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None

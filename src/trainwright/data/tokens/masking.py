@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class MaskedTokens:
         mask_token: Mask token of the tokenizer.
         vocab_size: Upper bound of random tokens, exclusive.
         probability: Fraction of tokens that are predicted. Default: 0.15.
-        special_tokens: Tokens that are never chosen. Default: none.
+        special_tokens: Tokens that are never predicted. They may still be random replacements. Default: none.
         pad_token: Fills short samples. Default: 0.
     """
 
@@ -40,7 +40,7 @@ class MaskedTokens:
     pad_token: int = 0
 
     def __call__(self, tokens: Tokens, generator: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Return a sample from the first `length` tokens."""
+        """Return a sample from the first `length` of the int64 tokens."""
         ids = tokens[: self.length].copy()
         is_predicted = generator.random(len(ids)) < self.probability
         is_predicted &= ~np.isin(ids, list(self.special_tokens))
@@ -108,8 +108,16 @@ class MaskedSpans:
         return num_replaced, max(1, num_spans)
 
     def __call__(self, tokens: Tokens, generator: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Return a sample from the first `length` tokens. At least 2 tokens are required."""
+        """Return a sample from the first `length` of the int64 tokens.
+
+        Raises:
+            ConfigurationError: There are fewer than 2 tokens.
+        """
         text = tokens[: self.length]
+        if len(text) < 2:
+            raise ConfigurationError(
+                f"MaskedSpans needs at least 2 tokens, not {len(text)}. Leave out such short texts."
+            )
         num_replaced, num_spans = self._spans(len(text))
         kept_lengths = _random_parts(len(text) - num_replaced, num_spans, generator)
         replaced_lengths = _random_parts(num_replaced, num_spans, generator)
@@ -117,11 +125,15 @@ class MaskedSpans:
         # masks X and Y, the input is a X d e Y, and the labels are X b c Y f. Both end with the end token.
         lengths = np.stack([kept_lengths, replaced_lengths], axis=1)
         parts = np.split(text, np.cumsum(lengths)[:-1])
-        masks = np.reshape(self.masks[:num_spans], (num_spans, 1))
+        ids: list[Any] = []
+        labels: list[Any] = []
+        for kept, mask, replaced in zip(parts[::2], self.masks[:num_spans], parts[1::2], strict=True):
+            ids += [kept, [mask]]
+            labels += [[mask], replaced]
         end = [self.eos_token]
-        ids = np.concatenate([*chain(*zip(parts[::2], masks, strict=True)), end])
-        labels = np.concatenate([*chain(*zip(masks, parts[1::2], strict=True)), end])
-        return _sample(ids, self.input_length, self.pad_token, labels, self.target_length)
+        all_ids = np.concatenate([*ids, end])
+        all_labels = np.concatenate([*labels, end])
+        return _sample(all_ids, self.input_length, self.pad_token, all_labels, self.target_length)
 
 
 def _random_parts(total: int, num: int, generator: np.random.Generator) -> Tokens:
