@@ -186,9 +186,9 @@ NAMES: Mapping[str, str] = {
     "lightning.pytorch.tuner.lr_finder": "_LRFinder",
     "lightning.pytorch.tuner.tuning": "Tuner",
     "lightning.pytorch.utilities": (
-        f"{_RANK_ZERO} AttributeDict CombinedLoader GradClipAlgorithmType {_MISCONFIGURATION} disable_possible_user_warnings "
-        "find_shared_parameters grad_norm is_picklable is_shared_filesystem measure_flops move_data_to_device "
-        "set_shared_parameters suggested_max_num_workers"
+        f"{_RANK_ZERO} AttributeDict CombinedLoader GradClipAlgorithmType {_MISCONFIGURATION} "
+        "disable_possible_user_warnings find_shared_parameters grad_norm is_picklable is_shared_filesystem "
+        "measure_flops move_data_to_device set_shared_parameters suggested_max_num_workers"
     ),
     "lightning.pytorch.utilities.argparse": "from_argparse_args",
     "lightning.pytorch.utilities.combined_loader": "CombinedLoader",
