@@ -339,12 +339,12 @@ def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, 
         function = resolved.apply if is_class else resolved
         return partial(function, **options)
     # `prune.global_unstructured` takes a class, and ranks single weights.
-    if not inspect.isclass(resolved):
+    if not is_class:
         raise ConfigurationError(
             f"ModelPruning(pruning_fn={getattr(method, '__name__', method)}) is a function, which prunes one parameter "
             "at a time. Pass the name of a method or a BasePruningMethod, or use_global_unstructured=False."
         )
-    if not is_class or resolved.PRUNING_TYPE != "unstructured":
+    if resolved.PRUNING_TYPE != "unstructured":
         raise ConfigurationError(
             f"ModelPruning(pruning_fn={getattr(method, '__name__', method)!r}) is not unstructured, so it prunes each "
             "parameter separately. Pass use_global_unstructured=False."
