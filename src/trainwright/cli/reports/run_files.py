@@ -83,8 +83,8 @@ class RunFiles:
     sources: list[Path] = field(default_factory=list)
 
     @property
-    def record(self) -> Path:
-        """The file that errors name for wrong content: the record, or the first file of curves, or the folder."""
+    def named_in_errors(self) -> Path:
+        """The path that errors name for wrong content: the record, or the first file of curves, or the folder."""
         return next(iter(self.sources), self.folder)
 
     @property

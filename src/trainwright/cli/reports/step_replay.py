@@ -202,7 +202,7 @@ def replay(argv: Sequence[str]) -> int:
     result = _replay_configured(checkpoint, wanted.step, run, line)
     rows: list[_ComparedValue] = []
     if run is not None:
-        with damage_named(run.record):
+        with damage_named(run.named_in_errors):
             rows = _compared(result, run)
     if wanted.json:
         facts = {
@@ -288,7 +288,7 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
     seed = arguments["seed"]
     num_ranks: int | None = None
     if run is not None:
-        with damage_named(run.record):
+        with damage_named(run.named_in_errors):
             recorded = dict(run.start.get("hyperparameters", {}))
             if run.start:
                 seed = run.start.get("seed")
