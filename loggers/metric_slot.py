@@ -112,7 +112,7 @@ class MetricSlot:
             `MetricBuffer` then calls `reconfigure`.
 
         last: latest value of a step since the last flush: a number, the result of a metric object (maybe a dict), or
-            the object itself if it has no result for one batch. None if the step logged nothing, or after a flush.
+            the object itself if it has no result for one batch. None if nothing was logged since.
         last_weight: weight of `last` in a mean over ranks.
         needs_row: True from a `log` on_step until `EvaluationRows.add` has read `last`. Unused in training.
         seen_step: the `last` that a `peek` has read; None after a flush, and for a metric object.
