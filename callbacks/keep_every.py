@@ -23,7 +23,8 @@ class KeepEvery:
     def __init__(self, every: Length | None) -> None:
         self.names: list[str] = []  # permanent checkpoints, oldest first
         self._every = None if every is None else _parse(every)
-        # Progress of the run at the newest permanent checkpoint, in the interval's unit. None before `begin`.
+        # Progress of the run from which the next interval counts, in the interval's unit: at the newest permanent
+        # checkpoint, or at `begin` if that is earlier or there is none yet. None before `begin`.
         self._last_progress: float | None = None
 
     def begin(self, trainer: Run) -> None:
@@ -37,7 +38,7 @@ class KeepEvery:
             # A run that starts again from an earlier step passes the same intervals again.
             self._last_progress = min(self._last_progress, now)
 
-    def due(self, trainer: Run) -> float | None:
+    def due_progress(self, trainer: Run) -> float | None:
         """Return the progress of the run if an interval has ended since the last permanent checkpoint, else None."""
         if self._every is None:
             return None
@@ -49,7 +50,7 @@ class KeepEvery:
         return None
 
     def add(self, name: str, progress: float) -> None:
-        """Add a permanent checkpoint. `progress` is the result of `due`."""
+        """Add a permanent checkpoint. `progress` is the result of `due_progress`."""
         self.names.append(name)
         self._last_progress = progress
 

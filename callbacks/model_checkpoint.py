@@ -437,7 +437,7 @@ class ModelCheckpoint(Callback):
             present=names_in(self._folder) | self._remote_names,
             claimed=claimed_names(self._folder),
             index_is_valid=self._loaded_dirpath is None or self._is_same_folder(trainer, self._loaded_dirpath),
-            keep_every_progress=self._permanent.due(trainer),
+            keep_every_progress=self._permanent.due_progress(trainer),
         )
 
     def _is_same_folder(self, trainer: Run, loaded_dirpath: str) -> bool:

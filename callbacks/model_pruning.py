@@ -26,7 +26,11 @@ _METHODS = {
     "random_structured": prune.RandomStructured,
     "random_unstructured": prune.RandomUnstructured,
 }
-_ENTRY = "pruning"  # of a checkpoint
+# The entry of a checkpoint: a dict of three dicts, each by the name of a parameter, such as "net.0.weight".
+# "masks": 1 for weights that are kept, 0 for pruned ones; in the shape of the parameter.
+# "hidden": the values of `weight_orig` at pruned weights, flat. The checkpoint's own weights are 0 there.
+# "first": the initial weights, for the lottery ticket; in the shape of the parameter.
+_ENTRY = "pruning"
 
 
 class ModelPruning(Callback):
@@ -36,11 +40,12 @@ class ModelPruning(Callback):
     `make_pruning_permanent` turns it into a parameter again at the end of the fit. A checkpoint contains the pruned
     weights under their own names, so that any task can load it. For an exact resume it also contains the masks, the
     masked values, and the initial weights for the lottery ticket. All ranks prune the same weights. Each rank needs
-    full weights (one process, DDP).
+    full weights (one process, DDP). Validations and tests outside of a fit prune nothing.
 
     Args:
-        pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a function
-            like those of `torch.nn.utils.prune`; or a `BasePruningMethod`.
+        pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a
+            `BasePruningMethod`; or a function like those of `torch.nn.utils.prune`, which prunes one parameter and
+            therefore needs `use_global_unstructured=False`.
         parameters_to_prune: pairs of a module and the name of its parameter. Default: all `parameter_names` of the
             task's modules that have no child modules.
         parameter_names: names of the parameters to prune. Default: `("weight", "bias")`.
@@ -100,8 +105,9 @@ class ModelPruning(Callback):
         self._is_permanent = make_pruning_permanent
         self._at_train_epoch_end = prune_on_train_epoch_end
         self._verbose = verbose
-        self._targets: list[Target] = []  # pairs to prune; empty outside of a fit
-        # Module → a copy with its initial weights. Empty without use_lottery_ticket_hypothesis and outside of a fit.
+        # Both are set by `_collect` at the beginning of a fit, and cleared by `teardown`.
+        self._targets: list[Target] = []  # pairs to prune
+        # Module → a copy with its initial weights. Empty without use_lottery_ticket_hypothesis.
         self._initial: dict[nn.Module, nn.Module] = {}
 
     def filter_parameters_to_prune(self, parameters_to_prune: list[Target]) -> list[Target]:
@@ -112,19 +118,20 @@ class ModelPruning(Callback):
         saved = checkpoint.get(_ENTRY)
         if saved is None:
             return
-        self._collect(task)
-        # "first": initial weights. "masks": 0 for pruned weights. "hidden": values of `weight_orig` at pruned weights.
-        # All by parameter name. The first two have the shape of the parameter, "hidden" is flat.
+        if trainer.stage == "fit":
+            self._collect(task)
+            for name, value in saved["first"].items():
+                module, key = _owner(task, name)
+                if module in self._initial:  # else this run resets no weights to initial ones
+                    self._initial[module].get_parameter(key).data.copy_(value)
         weights = checkpoint["state_dict"]
-        for name, value in saved["first"].items():
-            module, _, key = name.rpartition(".")
-            if task.get_submodule(module) not in self._initial:  # this run resets no weights to initial ones
-                continue
-            self._initial[task.get_submodule(module)].get_parameter(key).data.copy_(value)
         for name, mask in saved["masks"].items():
-            module, _, key = name.rpartition(".")
-            # A pruning method that prunes nothing creates `weight_orig` and `weight_mask` to load the values into.
-            prune.identity(task.get_submodule(module), key)
+            module, key = _owner(task, name)
+            if trainer.stage == "fit":
+                # Prunes nothing, but creates `weight_orig` and `weight_mask`, into which the values are loaded.
+                prune.identity(module, key)
+            elif not _is_pruned(module, key):
+                continue  # an evaluation needs the product only, which the checkpoint has under the plain name
             original = weights.pop(name).clone()
             original[mask == 0] = saved["hidden"][name].to(original)
             weights[f"{name}_orig"] = original
@@ -137,11 +144,12 @@ class ModelPruning(Callback):
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
         if self._at_train_epoch_end:
-            self._run(trainer, task)
+            self._prune(trainer, task)
 
     def on_validation_epoch_end(self, trainer: Run, task: TaskModule) -> None:
-        if not self._at_train_epoch_end and not trainer.sanity_checking:
-            self._run(trainer, task)
+        is_in_fit = trainer.stage == "fit" and not trainer.sanity_checking
+        if is_in_fit and not self._at_train_epoch_end:
+            self._prune(trainer, task)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
         if self._is_permanent:
@@ -153,7 +161,7 @@ class ModelPruning(Callback):
         masks = {}
         hidden = {}
         for module, key in self._targets:
-            name = f"{names[module]}.{key}".lstrip(".")  # a parameter of the task itself has no module name
+            name = _full_name(names[module], key)
             if f"{name}_mask" not in weights:
                 continue  # not pruned yet
             mask = weights.pop(f"{name}_mask")
@@ -165,13 +173,11 @@ class ModelPruning(Callback):
         for module, copied in self._initial.items():
             for name, value in copied.named_parameters(names[module], recurse=False):
                 initial[name] = value.detach()
-        # `on_load_checkpoint` describes the keys, which belong to the format of checkpoints.
         checkpoint[_ENTRY] = {"masks": masks, "hidden": hidden, "first": initial}
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        if stage == "fit":
-            self._targets = []
-            self._initial = {}
+        self._targets = []
+        self._initial = {}
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Replace masks by zeros in the parameters."""
@@ -198,11 +204,11 @@ class ModelPruning(Callback):
                     reset()
             for key, value in initial.named_parameters(recurse=False):
                 # The mask multiplies `weight_orig`, so pruned weights stay zero.
-                is_pruned = f"{key}_orig" in module._parameters
-                name = f"{key}_orig" if is_pruned else key
+                name = f"{key}_orig" if _is_pruned(module, key) else key
                 module.get_parameter(name).data.copy_(value)
 
     def _collect(self, task: TaskModule) -> None:
+        """Set `_targets`, and `_initial` to copies of their modules with the weights that the task has now."""
         if self._parameters_to_prune:
             candidates = list(self._parameters_to_prune)
         else:
@@ -231,9 +237,9 @@ class ModelPruning(Callback):
     def _initial_copy(self, module: nn.Module) -> nn.Module:
         """Return a copy of a module with plain parameters, also if an earlier fit has pruned them."""
         for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor):
-                # A pruned weight, which the last forward has computed. Such a tensor cannot be copied. The next forward
-                # computes it again.
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                # A pruned weight, which the last forward has computed. `deepcopy` raises an error for a tensor with a
+                # graph. The next forward computes the weight again.
                 setattr(module, name, value.detach())
         copied = copy.deepcopy(module)
         self.make_pruning_permanent(copied)
@@ -250,7 +256,7 @@ class ModelPruning(Callback):
                     targets.append((module, name))
         return targets
 
-    def _run(self, trainer: Run, task: TaskModule) -> None:
+    def _prune(self, trainer: Run, task: TaskModule) -> None:
         epoch = trainer.current_epoch
         amount = self._amount(epoch) if callable(self._amount) else self._amount
         applies = self._apply(epoch) if callable(self._apply) else self._apply
@@ -261,7 +267,8 @@ class ModelPruning(Callback):
             seed = int(trainer.all_gather(torch.tensor(seed)).flatten()[0])
         # Random methods choose the same weights on every rank. `torch.manual_seed` also seeds the accelerator, whose
         # generator must be restored: otherwise all ranks would draw the same dropout masks afterwards.
-        with isolate_rng(trainer.device):
+        # A validation runs in inference mode, whose tensors (here the masks) cannot be used in a later training step.
+        with isolate_rng(trainer.device), torch.inference_mode(False):
             torch.manual_seed(seed)
             self.apply_pruning(amount)
             uses_ticket = self._uses_ticket(epoch) if callable(self._uses_ticket) else self._uses_ticket
@@ -281,8 +288,7 @@ class ModelPruning(Callback):
             size = mask.numel()
             num_pruned += zeros
             num_weights += size
-            full_name = f"{names[module]}.{key}" if names[module] else key
-            lines.append(f"  {full_name}: {zeros} of {size} ({zeros / size:.1%})")
+            lines.append(f"  {_full_name(names[module], key)}: {zeros} of {size} ({zeros / size:.1%})")
         task.print(f"pruned: {num_pruned} of {num_weights} weights ({num_pruned / num_weights:.1%})")
         if self._verbose > 1:
             for line in lines:
@@ -292,6 +298,22 @@ class ModelPruning(Callback):
 def _has_parameter(module: nn.Module, name: str) -> bool:
     """Return whether a module itself has a parameter, which an earlier fit may have pruned."""
     return module._parameters.get(name, module._parameters.get(f"{name}_orig")) is not None
+
+
+def _is_pruned(module: nn.Module, name: str) -> bool:
+    """Return whether a parameter is computed from `weight_orig` and `weight_mask`."""
+    return f"{name}_orig" in module._parameters
+
+
+def _owner(task: TaskModule, full_name: str) -> Target:
+    """Return the module of a parameter, and the parameter's name in it: `"net.0.weight"` → `task.net[0], "weight"`."""
+    module_name, _, name = full_name.rpartition(".")
+    return task.get_submodule(module_name), name
+
+
+def _full_name(module_name: str, name: str) -> str:
+    """Return a parameter's name in the task. The task itself has an empty `module_name`."""
+    return f"{module_name}.{name}" if module_name else name
 
 
 def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
@@ -317,7 +339,12 @@ def _method(method: Callable[..., Any] | str, is_global: bool, dim: int | None, 
         function = resolved.apply if is_class else resolved
         return partial(function, **options)
     # `prune.global_unstructured` takes a class, and ranks single weights.
-    if not is_class or resolved.PRUNING_TYPE != "unstructured":
+    if not is_class:
+        raise ConfigurationError(
+            f"ModelPruning(pruning_fn={getattr(method, '__name__', method)}) is a function, which prunes one parameter "
+            "at a time. Pass the name of a method or a BasePruningMethod, or use_global_unstructured=False."
+        )
+    if resolved.PRUNING_TYPE != "unstructured":
         raise ConfigurationError(
             f"ModelPruning(pruning_fn={getattr(method, '__name__', method)!r}) is not unstructured, so it prunes each "
             "parameter separately. Pass use_global_unstructured=False."

@@ -108,7 +108,7 @@ class Throughput(Callback):
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         if self._counter is not None:
-            self._end_count(trainer)
+            self._end_count(trainer, self._counter)
             self._marks = deque([self._mark(trainer)])  # a counted step is slow: rates start after it
         step = trainer.state.step
         if step % trainer.log_every_n_steps == 0 and step > self._marks[-1].step:  # a skipped group is not a step
@@ -124,12 +124,10 @@ class Throughput(Callback):
         self._counting.close()  # an exception may have ended the first step
         self._counter = None
 
-    def _end_count(self, trainer: Run) -> None:
+    def _end_count(self, trainer: Run, counter: FlopCounterMode) -> None:
         self._counting.close()
-        counter = self._counter
         self._counter = None
-        if counter is not None:
-            self.flops_per_step = float(counter.get_total_flops()) * trainer.world_size
+        self.flops_per_step = float(counter.get_total_flops()) * trainer.world_size
 
     def _mark(self, trainer: Run) -> _Counters:
         state = trainer.state

@@ -67,7 +67,9 @@ class TunedAttribute:
 
 
 def _has(owner: object, name: str) -> bool:
-    """Return whether a number of an object or of its class can be set under a name."""
+    """Return whether an object has, under a name, an own attribute of any type, a property with a setter, or a number
+    in its class.
+    """
     if name in vars(owner):
         return True
     of_class = getattr(type(owner), name, None)
@@ -91,9 +93,10 @@ def _missing(names: list[str], owners: list[HyperparametersMixin], purpose: str,
     owner_names = [type(owner).__name__ for owner in owners]
     subject = f"neither {' nor '.join(owner_names)} has" if len(owners) > 1 else f"{owner_names[0]} has no"
     if candidates:
-        listed = f"There are: {', '.join(candidates.values())}."
+        listed = f"Attributes of type {kind.__name__}: {', '.join(candidates.values())}."
     else:
-        listed = f"There is no attribute of type {kind.__name__}."
+        subject_has_none = "Neither has" if len(owners) > 1 else "It has no"
+        listed = f"{subject_has_none} attributes of type {kind.__name__}."
     return (
         f"{purpose}: {subject} {wanted}, as an attribute or in hparams.{nearest(names[0], candidates)} {listed} Name "
         f"the right one, or create the loader (or optimizer) from self.{names[0]}."

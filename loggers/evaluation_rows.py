@@ -62,15 +62,15 @@ class EvaluationRows:
         Args:
             step: number of earlier evaluation steps of the run.
             place: the batch.
-            slots: slots of the stage. Sets their `is_new` to False, so that the next batch does not add old values.
+            slots: slots of the stage. Sets their `needs_row` to False, so that the next batch does not add old values.
         """
         for slot in slots:
-            if slot.is_new and slot.settings.logger:
+            if slot.needs_row and slot.settings.logger:
                 is_synced = slot.settings.sync_dist is True
                 self._reductions[slot.key] = slot.settings.reduction
                 for entry, value in step_values(slot):
                     self._pending.append(_PendingValue(step, place, entry, slot.last_weight, is_synced, value))
-            slot.is_new = False
+            slot.needs_row = False
 
     def read(self, *, has_ranks: bool) -> Rows:
         """Read the pending values. Return the rows of those that are not reduced over ranks. Waits for each device

@@ -19,9 +19,9 @@ def plain(value: object) -> Any:
     """Return `value` as nested dicts, lists, numbers, text and None.
 
     Mappings, namespaces and dataclass instances become dicts with text keys. Tuples and sets become lists. Arrays, and
-    tensors of at most 64 elements, become nested lists, which waits for the device. Larger tensors, and tensors on the
-    meta device, become a text with their shape and dtype. Enum members become their names. Classes and functions become
-    their qualified names. Other objects become `str(value)`. Containers of OmegaConf are resolved.
+    tensors of at most 64 elements, become nested lists, which waits for the device. Larger tensors, sparse tensors and
+    tensors on the meta device become a text with their shape and dtype. Enum members become their names. Classes and
+    functions become their qualified names. Other objects become `str(value)`. Containers of OmegaConf are resolved.
     """
     if isinstance(value, enum.Enum):  # first, because members of an IntEnum are also ints
         return value.name
@@ -44,15 +44,28 @@ def plain(value: object) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=str)
     if isinstance(value, (np.generic, np.ndarray)):
-        # `tolist` of a longdouble returns a longdouble again.
-        return float(value) if isinstance(value, np.longdouble) else plain(value.tolist())
+        return _plain_array(value)
     if isinstance(value, torch.Tensor):
-        if value.numel() <= 64 and not value.is_meta:
-            return plain(value.tolist())
-        return f"tensor of shape {tuple(value.shape)}, {value.dtype}"
+        return _plain_tensor(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value)
+
+
+def _plain_array(value: Any) -> Any:
+    # `tolist` of a longdouble or a clongdouble returns the same object again.
+    if isinstance(value, np.longdouble):
+        return float(value)
+    if isinstance(value, np.clongdouble):
+        return str(value)
+    return plain(value.tolist())
+
+
+def _plain_tensor(value: torch.Tensor) -> Any:
+    has_list = value.layout == torch.strided and not value.is_meta  # `tolist` raises an error for others
+    if value.numel() <= 64 and has_list:
+        return plain(value.tolist())
+    return f"tensor of shape {tuple(value.shape)}, {value.dtype}"
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, Any]:

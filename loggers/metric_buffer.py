@@ -275,7 +275,7 @@ class MetricBuffer:
         is_padding = self.share == 0 and self.batch is not None
         if slot.on_step and not (is_padding and slot.sync_step):
             slot.last = number
-            slot.is_new = True
+            slot.needs_row = True
             if slot.weigh_step:
                 slot.last_weight = self._weight(batch_size)
         if slot.on_epoch and not is_padding:
@@ -323,12 +323,12 @@ class MetricBuffer:
         slot = metrics.slots.get(key)
         if slot is None:
             slot = MetricSlot(name, suffix, settings)
-            slot.is_free = True
+            slot.can_reconfigure = True
             metrics.slots[key] = slot
         if same_function(slot.settings.reduction, settings.reduction):
             # Keep the first function object, so that the settings compare equal.
             settings = settings._replace(reduction=slot.settings.reduction)
-        if slot.is_free:
+        if slot.can_reconfigure:
             slot.reconfigure(settings)
             slot.loader = loader
         else:

@@ -6,6 +6,7 @@ A slot has the metric's options, its latest step value and its aggregate of the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,11 @@ def reset_metric(metric: Any) -> None:
 
 
 def to_number(name: str, value: object) -> float | Tensor:
-    """Return a float, or a detached 0-dim copy of a tensor on the same device. Never waits for the device."""
+    """Return a float, or a detached 0-dim copy of a tensor on the same device. Never waits for the device.
+
+    Raises:
+        LoggedValueError: `value` is not one real number.
+    """
     if isinstance(value, (bool, int, float)):
         try:
             return float(value)
@@ -55,7 +60,8 @@ def to_number(name: str, value: object) -> float | Tensor:
         # A copy, because the caller may change the tensor in place (loss /= 4) before the next flush.
         return local.detach().reshape(()).clone()
     if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
-        return float(value.item())
+        with contextlib.suppress(TypeError, ValueError):  # a complex number, a text or another object
+            return float(value.item())
     advice = " Use log_dict for several values." if isinstance(value, dict) else ""
     raise LoggedValueError(
         f"log({name!r}) got a {type(value).__name__}; expected a number, a tensor with one element or a torchmetrics "
@@ -89,20 +95,56 @@ def pick(values: Sequence[float], kind: str) -> float:
 
 
 class MetricSlot:
-    """Values logged under one key: a metric's name with the suffix of its evaluation loader, if any."""
+    """Values logged under one key: a metric's name with the suffix of its evaluation loader, if any.
+
+    A slot holds two independent things. `last` is the latest value of a step, which the next flush of a step returns
+    and clears. The aggregate of the epoch (`values` to `chunks` below) is cleared by the flush of the epoch. For
+    example, 70 floats logged with `on_epoch` and `reduce_fx="mean"` are 64 folded values in `host_total` and `weight`,
+    and 6 pending ones in `values`.
+
+    Attributes:
+        name, suffix: their sum is `key`.
+        loader: index of the evaluation loader, if there are several.
+        settings: the options that the metric has in this epoch. `on_step`, `on_epoch`, `sync_step`, `weigh` and
+            `weigh_step` are derived from them by `configure`, because `log` reads them at every call.
+        options: raw options of the latest `log`, which skips all checks while they stay the same. None: check them.
+        can_reconfigure: True until the first `log` of an epoch, which may choose other options than the last epoch.
+            `MetricBuffer` then calls `reconfigure`.
+
+        last: latest value of a step since the last flush: a number, the result of a metric object (maybe a dict), or
+            the object itself if it has no result for one batch. None if nothing was logged since.
+        last_weight: weight of `last` in a mean over ranks.
+        needs_row: True from a `log` on_step until `EvaluationRows.add` has read `last`. Unused in training.
+        seen_step: the `last` that a `peek` has read; None after a flush, and for a metric object.
+
+        values: pending values of the epoch, which are not folded yet: at most `FOLD_EVERY`.
+        weights: weights of `values`; 1 for each value unless `weigh`.
+        num_folded: number of values that `fold` has added to the aggregate below.
+        weight: sum of the weights of folded values. 0 for a user-defined reduction.
+        host_total: sum of value × weight of the folded Python numbers.
+        host_extreme: smallest folded Python number for `"min"`, largest for `"max"`. None for other reductions, and
+            if all folded values are tensors.
+        totals: the same of folded tensors, as 0-dim tensors by device: the weighted sum or the extreme.
+        chunks: all folded values in the order of their calls, for a user-defined reduction only.
+        seen_epoch: `epoch_count` when the aggregate was last read.
+
+        metric: the torchmetrics object that was logged in this epoch. It aggregates by itself, so `values` is empty.
+        last_metric: the same, kept after the end of the epoch to find objects that stages share.
+    """
 
     __slots__ = (
+        "can_reconfigure",
         "chunks",
         "host_extreme",
         "host_total",
-        "is_free",
-        "is_new",
         "last",
         "last_metric",
         "last_weight",
         "loader",
         "metric",
         "name",
+        "needs_row",
+        "num_folded",
         "on_epoch",
         "on_step",
         "options",
@@ -122,18 +164,16 @@ class MetricSlot:
     def __init__(self, name: str, suffix: str, settings: MetricSettings) -> None:
         self.name = name
         self.suffix = suffix
-        self.options: tuple[Any, ...] | None = None  # of the latest call of `log`, to compare with the next
-        # The latest value of a step since the last flush: a number, or the result of a metric object (maybe a dict), or
-        # the object itself if it has no result for one batch.
+        self.loader: int | None = None
+        self.options: tuple[Any, ...] | None = None
         self.last: Any = None
-        self.last_weight: float = 1.0  # in a mean over ranks
-        self.is_new = False  # True: `last` is of the current batch of an evaluation
-        self.seen_step: Any = None  # the `last` that was read before a flush
-        self.values: list[float | Tensor] = []  # of the epoch, not folded yet: at most FOLD_EVERY
-        self.weights: list[float] = []  # of `values`; 1 for each value unless `weigh`
-        self.metric: Any = None  # the torchmetrics object, when that is what was logged
-        self.last_metric: Any = None  # the same, kept after the end of the epoch to find objects that stages share
-        self.loader: int | None = None  # index of the evaluation loader, if there are several
+        self.last_weight: float = 1.0
+        self.needs_row = False
+        self.seen_step: Any = None
+        self.values: list[float | Tensor] = []
+        self.weights: list[float] = []
+        self.metric: Any = None
+        self.last_metric: Any = None
         self.clear_epoch()
         self.configure(settings)
 
@@ -144,7 +184,9 @@ class MetricSlot:
 
     @property
     def has_unread_step(self) -> bool:
-        """True if `last` was not read since it was logged. Always True for a metric object, whose value may change."""
+        """True if `last` was not read since it was logged. Always True while `last` is a metric object, whose value
+        may change.
+        """
         return self.seen_step is not self.last
 
     @property
@@ -153,15 +195,20 @@ class MetricSlot:
         reduction = self.settings.reduction
         return reduction if isinstance(reduction, str) else "custom"
 
+    @property
+    def is_extreme(self) -> bool:
+        """True for `"min"` and `"max"`."""
+        return self.kind in ("min", "max")
+
     def configure(self, settings: MetricSettings) -> None:
         """Set the options for this epoch."""
         self.settings = settings
-        self.is_free = False  # True: a new epoch has begun, and the next `log` may choose other options
-        self.metric = None  # after a resume, `log` may choose another one too
-        # Copies, because `log` reads them at every call.
+        self.can_reconfigure = False
+        # `MetricBuffer.load_state_dict` may have restored an object; the next `log` may pass another one.
+        self.metric = None
+        is_mean = settings.reduction == "mean"
         self.on_step = settings.on_step
         self.on_epoch = settings.on_epoch
-        is_mean = settings.reduction == "mean"
         self.sync_step = settings.sync_dist is True  # step values are reduced over ranks
         # Whether `log` computes the weight of a value, for the mean of the epoch and for the mean of a step over ranks.
         self.weigh = is_mean and settings.on_epoch
@@ -170,7 +217,9 @@ class MetricSlot:
             self.last = None
 
     def reconfigure(self, settings: MetricSettings) -> None:
-        """Set the options at the first `log` of an epoch, or at the first after a resume."""
+        """Set the options at the first `log` of an epoch, or at the first after a resume. If the reduction has changed,
+        discard the values of the epoch, which a checkpoint contained.
+        """
         before = self.settings.reduction
         # A checkpoint stores None instead of a function, so its values belong to the function that is passed now.
         is_stored_function = before is None and not isinstance(settings.reduction, str)
@@ -182,15 +231,13 @@ class MetricSlot:
         """Clear the epoch's values, but not a pending step value."""
         self.values.clear()
         self.weights.clear()
-        self.weight: float = 0.0  # of all folded values
-        # The aggregate of folded values: numbers of Python on the host, and tensors on their devices.
-        self.host_total: float = 0.0  # sum of value × weight
-        # The smallest value for `"min"`, else the largest. Only `"min"` and `"max"` use it. For every reduction,
-        # None means that no value of the host has been folded (see `has_epoch_values`).
+        self.num_folded = 0
+        self.weight: float = 0.0
+        self.host_total: float = 0.0
         self.host_extreme: float | None = None
-        self.totals: dict[torch.device, Tensor] = {}  # weighted sum or extreme, in 0-dim tensors
-        self.chunks: list[Tensor | list[float]] = []  # all values in their order, for a user-defined reduction only
-        self.seen_epoch: tuple[float, int, int] | None = None  # `epoch_count` when the aggregate was read
+        self.totals: dict[torch.device, Tensor] = {}
+        self.chunks: list[Tensor | list[float]] = []
+        self.seen_epoch: tuple[int, int] | None = None
 
     def observe(self, metric: object) -> None:
         """Store a torchmetrics object. Its value in this step is the last result of its `forward`.
@@ -209,27 +256,32 @@ class MetricSlot:
             # it is None, and the object's accumulated value is read at the flush.
             batch_value = getattr(metric, "_forward_cache", None)
             self.last = batch_value if batch_value is not None else metric
-            self.is_new = True
+            self.needs_row = True
 
     def begin_epoch(self) -> None:
         """Start an epoch: clear the values, allow other options, and reset an unfinished metric object."""
         self.clear_epoch()
-        self.is_free = True
-        self.is_new = False
+        self.can_reconfigure = True
+        self.needs_row = False
         self.options = None
         if self.metric is not None:
             reset_metric(self.metric)
             self.metric = None
 
     @property
-    def has_epoch_values(self) -> bool:
-        """True if anything was logged for the epoch's aggregate."""
-        return bool(self.values or self.totals or self.chunks or self.host_extreme is not None)
+    def num_values(self) -> int:
+        """Number of values of the epoch, folded and pending. 0 for a metric object."""
+        return self.num_folded + len(self.values)
 
     @property
-    def epoch_count(self) -> tuple[float, int, int]:
-        """Numbers that change with each value that is logged for the epoch."""
-        return self.weight, len(self.values), getattr(self.metric, "_update_count", 0)
+    def has_epoch_values(self) -> bool:
+        """True if a number was logged for the epoch's aggregate."""
+        return self.num_values > 0
+
+    @property
+    def epoch_count(self) -> tuple[int, int]:
+        """Number of values, and of updates of the metric object. It changes with each value that is logged."""
+        return self.num_values, getattr(self.metric, "_update_count", 0)
 
     def fold(self) -> None:
         """Add the pending values to the aggregate, with one `torch.stack` per device and dtype. Does not wait."""
@@ -237,6 +289,7 @@ class MetricSlot:
             self._fold_in_order()
         else:
             self._fold_to_aggregate()
+        self.num_folded += len(self.values)
         self.values.clear()
         self.weights.clear()
 
@@ -248,7 +301,7 @@ class MetricSlot:
 
     def _fold_to_aggregate(self) -> None:
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
-        host_values = [] if self.host_extreme is None else [self.host_extreme]
+        host_values: list[float] = []
         for value, weight in zip(self.values, self.weights, strict=True):
             if isinstance(value, float):
                 self.host_total += value * weight
@@ -259,14 +312,16 @@ class MetricSlot:
                 weights.append(weight)
         for (device, _), (tensors, weights) in groups.items():
             self._fold_device(device, tensors, weights)
-        if host_values:
+        if self.is_extreme and host_values:
+            if self.host_extreme is not None:
+                host_values.append(self.host_extreme)
             self.host_extreme = pick(host_values, self.kind)
         self.weight += sum(self.weights)
 
     def _fold_device(self, device: torch.device, tensors: list[Tensor], weights: list[float]) -> None:
         stacked = torch.stack(tensors).to(accumulator_dtype(device))
         previous_total = self.totals.get(device)
-        if self.kind in ("min", "max"):
+        if self.is_extreme:
             if previous_total is not None:
                 stacked = torch.cat([previous_total.reshape(1), stacked])
             self.totals[device] = stacked.amin() if self.kind == "min" else stacked.amax()
@@ -274,7 +329,8 @@ class MetricSlot:
         if weights.count(weights[0]) == len(weights):  # all weights are equal
             folded = stacked.sum() * weights[0]
         else:
-            # Weights are kernel arguments: a tensor made of them would be a copy that waits for the device.
+            # `_foreach_mul` passes the weights as kernel arguments. `torch.tensor(weights, device=device)` would wait
+            # for the copy.
             folded = torch.stack(torch._foreach_mul(stacked.unbind(), weights)).sum()
         self.totals[device] = folded if previous_total is None else previous_total + folded
 
@@ -316,7 +372,8 @@ class HostReads:
 
 State = dict[str, Any]
 Numbers = dict[int, list[float]]  # of tensors, by their ids: a tensor compares elementwise, so it cannot be a key
-_NUMBER_FIELDS = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight")
+# Fields of a slot that its state contains unchanged.
+_PLAIN_FIELDS = ("name", "suffix", "num_folded", "weight", "host_total", "host_extreme", "last_weight")
 
 
 def slot_states(slots: Mapping[str, MetricSlot]) -> dict[str, State]:
@@ -340,7 +397,7 @@ def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:
     if callable(settings["reduction"]):
         settings["reduction"] = None  # a function is not stored: `log` passes it again
     state: State = {"settings": settings}
-    for field in _NUMBER_FIELDS:
+    for field in _PLAIN_FIELDS:
         state[field] = getattr(slot, field)
     state["values"] = pack(slot.values, numbers)
     state["weights"] = list(slot.weights)
@@ -363,21 +420,27 @@ def restored_slot(state: Mapping[str, Any], device: torch.device) -> MetricSlot:
     slot.weight = state["weight"]
     slot.host_total = state["host_total"]
     slot.host_extreme = state["host_extreme"]
-    for name, total in state["totals"].items():
-        place = _place(name, device)
+    for device_type, total in state["totals"].items():
+        place = _place(device_type, device)
         slot.totals[place] = torch.tensor(total, dtype=accumulator_dtype(place), device=place)
     for chunk in state["chunks"]:
         values = _unpack(chunk, device)
         is_tensor = bool(values) and isinstance(values[0], Tensor)
         slot.chunks.append(torch.stack(values) if is_tensor else values)
+    if "num_folded" in state:
+        slot.num_folded = state["num_folded"]
+    elif slot.totals or slot.chunks or slot.host_extreme is not None:
+        # Earlier versions stored no number, but `host_extreme` for every reduction. Any number above 0 has the same
+        # effect: only changes of it are used.
+        slot.num_folded = 1
     if state["last"] is not None:
         slot.last = _unpack(state["last"], device)[0]
         slot.last_weight = state["last_weight"]
-    slot.is_free = True  # the resumed run may pass other options in the middle of the epoch
+    slot.can_reconfigure = True  # the resumed run may pass other options in the middle of the epoch
     return slot
 
 
-def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
+def pack(values: Iterable[float | Tensor], numbers_by_id: Numbers) -> State:
     """Return values as lists of numbers: one list for the host, and one per device type and dtype.
 
     For example, 1.0, a float32 tensor of 2 and 3.0 become
@@ -385,7 +448,7 @@ def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
 
     Args:
         values: Python floats and tensors.
-        read: the numbers of each tensor by its `id`.
+        numbers_by_id: the numbers of each tensor.
     """
     kinds: list[str] = []
     numbers: dict[str, list[float]] = {}
@@ -395,7 +458,7 @@ def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
             of_value = [value]
         else:
             kind = f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}"
-            of_value = read[id(value)]
+            of_value = numbers_by_id[id(value)]
         kinds += [kind] * len(of_value)
         numbers.setdefault(kind, []).extend(of_value)
     return {"kinds": kinds, "numbers": numbers}

@@ -127,10 +127,10 @@ def merge(states: Sequence[Mapping[str, Any]]) -> State:
     merged["totals"] = {}
     merged["last"] = None
     merged["chunks"] = [pack(values, {})] if values else []
+    merged["num_folded"] = sum(slot.num_folded for slot in slots)
     merged["weight"] = sum(entry.weight for entry in entries)
     merged["host_total"] = sum(totals)
-    has_extreme = bool(totals) and not values
-    # Not None for sums and means either: it marks that the slot has values (see `MetricSlot.clear_epoch`).
+    has_extreme = slots[0].is_extreme and bool(totals)
     merged["host_extreme"] = pick(totals, slots[0].kind) if has_extreme else None
     merged["metric"] = None  # objects of several ranks are not merged
     return merged
@@ -155,7 +155,7 @@ def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
     copies: list[MetricSlot] = []
     with_objects: list[MetricSlot] = []
     for slot in slots:
-        has_values = any(slot.epoch_count)  # (0.0, 0, 0) without values
+        has_values = any(slot.epoch_count)  # (0, 0) without values
         is_new = has_values and slot.seen_epoch != slot.epoch_count
         if not slot.on_epoch or not is_new:
             continue

@@ -275,7 +275,7 @@ class WandbLogger(RemoteLogger):
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finish(self, status: Status) -> None:
-        """End the W&B run with `status`, unless it was passed as `experiment`.
+        """End the W&B run with `status`, unless this logger did not open it.
 
         Blocks until everything is uploaded. Offline, W&B's own process may still write its file for a moment.
         """

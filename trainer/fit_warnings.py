@@ -1,4 +1,4 @@
-"""Warnings that a fit gives at most once."""
+"""Warnings that a fit issues at most once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FitWarnings:
         self._engine = engine
         self._given: set[str] = set()
 
-    def stop_put_off(self, state: TrainState, limits: Limits, reason: str | None) -> None:
+    def stop_delayed(self, state: TrainState, limits: Limits, reason: str | None) -> None:
         """Warn that a stop request waits for `min_epochs` and `min_steps`."""
         missing = []
         if state.epoch < limits.min_epochs:

@@ -71,7 +71,7 @@ class Logs:
         shown: the latest values read from `metrics`.
         group: the group of loggers; None before `make_group`.
         exchange: gathers small host objects over data ranks; None for one process. `StageRun.join` sets it.
-        warnings: warnings that a fit gives once.
+        warnings: warnings that a fit issues once.
     """
 
     def __init__(
@@ -175,13 +175,19 @@ class Logs:
         return self.shown.progress_bar
 
     def _show_new(self) -> None:
-        """Show the values that were logged since the last call. After an error the device may be unusable."""
+        """Show the values that were logged since the last call.
+
+        Does nothing in a sanity check, or while an exception is handled, also in an `except` block of a hook: after an
+        error the device may be unusable.
+        """
         handles_error = sys.exc_info()[0] is not None
         if not self._evaluation.sanity_checking and not handles_error:
             self.shown.show(self.metrics.peek_new())
 
     def show_pending(self) -> None:
-        """Show the values that were logged since the last flush, which returns them too. Waits for the device."""
+        """Show the values that were logged since the last flush, which the next flush returns again. Waits for the
+        device.
+        """
         self.shown.show(self.metrics.peek())
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:

@@ -106,7 +106,7 @@ class FitLoop:
         # restored before `on_train_epoch_start`. In the middle of an epoch, `_begin_epoch` restores later: the loader
         # and the metrics must be set up first, and `on_train_epoch_start` is not called again.
         if run.state.batch_in_epoch == 0:
-            run.loop.restore_last()
+            run.loop.run_deferred_restores()
 
     def _epoch(self) -> None:
         """Train the rest of the current epoch: one optimizer step per group of micro-batches."""
@@ -245,9 +245,9 @@ class FitLoop:
         self._validates = data.has_validation
         run.loop.steps_until_check = 0
         groups = data.train().groups(state, run.settings.accumulate_grad_batches)
-        run.loop.restore_last()
+        run.loop.run_deferred_restores()
         # A second `fit` of the Trainer continues an epoch that a limit has ended. After a resume from a checkpoint,
-        # `restore_last` has restored the checkpoint's metrics.
+        # `run_deferred_restores` has restored the checkpoint's metrics.
         continues_previous_fit = state.batch_in_epoch > 0 and run.loads.origin is None
         if run.progress.open_metrics and continues_previous_fit:
             run.loads.restore_metrics(run.progress.open_metrics, "the previous fit")
@@ -424,7 +424,7 @@ class FitLoop:
             return False
         may_stop = self._end.may_stop_early(run.state)
         if not may_stop:
-            run.logs.warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
+            run.logs.warnings.stop_delayed(run.state, run.settings.limits, run.loop.stop_reason)
         return may_stop
 
 

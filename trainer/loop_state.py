@@ -40,7 +40,7 @@ class LoopState:
         group: micro-batches of the current or last step; None outside an epoch.
         ended_on_last_batch: the last epoch ended with its last micro-batch.
         last_result: loss and gradient norm of the last group; None before the first and after a rollback. A tuple,
-            because most steps have no hook that reads `last_step`.
+            which is cheaper to create at each step than the `StepResult` that `last_step` creates from it.
         last_group_size: number of micro-batches of the epoch's last group that is counted in the progress; 0 before the
             first, and after the epoch.
         last_group_ended_epoch: that group was the last of its epoch.
@@ -51,7 +51,8 @@ class LoopState:
         steps_until_check: number of coming steps without a check of what is due; 0 makes the current or next step
             check.
         stop: stop request of this rank. `trainer.should_stop = False` withdraws it.
-        stop_agreed: strongest stop request of all ranks at their last exchange. It never decreases.
+        stop_agreed: strongest stop request that all ranks know, by an exchange or by `request_stop`. It never
+            decreases.
         stop_reason: reason of the last stop request; None without a request or a reason.
         epoch_closes: the ending epoch is complete; False if a later fit may continue it. Set before
             `on_train_epoch_end`.
@@ -143,7 +144,7 @@ class LoopState:
         state.validation_owed = False
         self.validated_at = state.step
 
-    def restore_last(self) -> None:
+    def run_deferred_restores(self) -> None:
         """Call and clear the functions in `to_restore`."""
         to_restore = self.to_restore
         self.to_restore = []

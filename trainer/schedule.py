@@ -26,7 +26,8 @@ class ValidationSchedule:
         num_batches: micro-batches of an epoch; None if unknown.
 
     Raises:
-        ConfigurationError: the interval is longer than an epoch, or a fraction of an epoch of unknown length.
+        ConfigurationError: a number of micro-batches, counted from the start of each epoch, is larger than an epoch. Or
+            the interval is a fraction of an epoch of unknown length.
     """
 
     def __init__(self, interval: int | float | Duration, every_n_epoch: int | None, num_batches: int | None) -> None:

@@ -93,8 +93,8 @@ class QueuedLogger(RemoteLogger):
         return {}
 
     def start(self, run: RunInfo) -> None:
-        """Open the run in the thread. Wait for it at most `start_patience` seconds, and raise an error of the backend
-        within that time. Warn if the run is not open by then.
+        """Open the run in the thread, and wait for it at most `start_patience` seconds. If opening fails within this
+        time, raise the backend's error. Warn if the run is not open by then.
 
         Does nothing if the run is open. After an error of the backend the run is closed and opened again.
         """
@@ -122,6 +122,7 @@ class QueuedLogger(RemoteLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Queue values. Values at steps that a resumed history already contains are skipped."""
         values = {self._metric_name(name): float(value) for name, value in self.prefixed(metrics).items()}
+        # An unbound method, because `_worker` is None before `start`; `_put` then returns.
         self._put(_Worker.write_metrics, self._worker, values, int(step), time.time())
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -177,12 +178,8 @@ class QueuedLogger(RemoteLogger):
         worker.calls.put(status)  # the thread ends after it
         worker.join(self.patience)
         worker.is_abandoned = worker.is_alive()
-        lost = 0
-        if worker.is_abandoned:
-            # The call that the thread makes now is lost, too. It is not in the queue, but the status is, so the size is
-            # the number of lost calls. The size is 0 while the thread closes the run, which counts as one call.
-            lost = max(worker.calls.qsize(), 1)
-        if self._closes_in_caller and worker.is_open and not lost:
+        lost = _num_lost(worker) if worker.is_abandoned else 0
+        if self._closes_in_caller and worker.was_opened and not lost:
             self._close(status)
         if lost or self.dropped:
             self.warn_once(
@@ -214,7 +211,7 @@ class QueuedLogger(RemoteLogger):
             self._put(_Worker.read_last_steps, self._worker)
 
     def _backend(self) -> Any:
-        if self._worker is not None and not self._worker.is_open:
+        if self._worker is not None and not self._worker.was_opened:
             self.warn_once(f"{type(self).__name__}: the run is not open yet; `experiment` does nothing.")
             return DummyExperiment()
         return self._experiment
@@ -261,16 +258,26 @@ def _upload(logger: QueuedLogger, path: Path, aliases: tuple[str, ...]) -> None:
             raise
 
 
+def _num_lost(worker: _Worker) -> int:
+    """Return the number of calls that an abandoned worker does not complete.
+
+    Its queue contains the waiting calls and, as the last entry, the status. The running call is not in the queue, and
+    is lost, too. Plus the running call and minus the status, the result is the size of the queue. An empty queue means
+    that the thread closes the run, which counts as one call.
+    """
+    return max(worker.calls.qsize(), 1)
+
+
 class _Worker(threading.Thread):
     """Daemon thread that opens a run, makes queued calls until the first error, and closes the run.
 
-    The last entry of the queue is the run's status.
+    The constructor starts the thread. The last entry of the queue is the run's status.
 
     Attributes:
         calls: the queue. The caller's thread puts, this one takes.
         error: the first error of the backend. Later calls are taken from the queue and not made.
         has_answered: set when the run is open, or opening it has failed.
-        is_open: True after the run has been opened without an error, also after it has been closed.
+        was_opened: True after the run has been opened without an error, also after it has been closed.
         is_abandoned: set by `finish` after its patience: the thread ends after the call that it makes.
     """
 
@@ -279,7 +286,7 @@ class _Worker(threading.Thread):
         self.calls: queue.SimpleQueue[Callable[[], None] | Status] = queue.SimpleQueue()
         self.error: Exception | None = None
         self.has_answered = threading.Event()
-        self.is_open = False
+        self.was_opened = False
         self.is_abandoned = False
         self._logger = logger
         self._info = info
@@ -289,7 +296,7 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         self._call(self._open)
         self.has_answered.set()
-        while self.is_open and not self.is_abandoned:
+        while self.was_opened and not self.is_abandoned:
             call = self.calls.get()
             if isinstance(call, str):  # the run's status
                 if not self._logger._closes_in_caller:
@@ -311,7 +318,7 @@ class _Worker(threading.Thread):
             self.read_last_steps()
         logger._exists = True
         logger._resumes = False
-        self.is_open = True
+        self.was_opened = True
 
     def read_last_steps(self) -> None:
         self._last_steps = self._logger._last_steps()

@@ -53,7 +53,7 @@ class TrackioLogger(QueuedLogger):
         storage = require_package("trackio.sqlite_storage", purpose="TrackioLogger").SQLiteStorage
         last_steps: dict[str, int] = {}
         # A row is one call of `log`, such as {"loss": 0.5, "step": 3, "timestamp": …}. Only local rows are read, not
-        # those of a Space or a server.
+        # those of a Space or a server. The result's entries for "step" and "timestamp" belong to no metric.
         for row in storage.get_logs(self._project, self._id):
             for key in row:
                 last_steps[key] = max(row["step"], last_steps.get(key, 0))

@@ -26,7 +26,8 @@ def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | 
     `split_points` determines the stages. If it is None, the task's `pipeline_stages` does, unless it returns None. By
     default, the layers are those of `layers_of`, and are divided so that the largest stage has as few parameters as
     possible, without embeddings. Modules with parameters that are registered before the layers belong to the first
-    stage, and those that are registered after the layers to the last stage. Other modules belong to no stage.
+    stage, and those that are registered after the layers to the last stage. Other modules, such as
+    those that contain the layers, belong to no stage, nor do their own parameters (see `is_in_no_stage`).
 
     Args:
         task: A task or model, whose layers exist.

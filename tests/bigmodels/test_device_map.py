@@ -183,6 +183,9 @@ def test_balanced_budgets_are_a_share_and_a_quarter_more_than_a_block() -> None:
     assert get_balanced_memory(model, {0: 1000, 1: 1000}) == {0: 325, 1: 1000}
     assert get_balanced_memory(model, {0: 1000, 1: 1000, 2: 1000}, low_zero=True) == {0: 0, 1: 325, 2: 1000}
     assert get_balanced_memory(model, {0: 1000, "cpu": 7}) == {0: 1000, "cpu": 7}
+    # A device without a budget is not one of those that share the model.
+    assert get_balanced_memory(model, {0: 1000, 1: 1000, 2: 0}) == {0: 325, 1: 1000, 2: 0}
+    assert get_balanced_memory(model, {0: 0, 1: 1000, 2: 1000}, low_zero=True) == {0: 0, 1: 325, 2: 1000}
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,17 @@ def test_a_dispatched_model_gives_the_same_bits(places: dict[str, str], tmp_path
 
 
 def test_a_model_on_one_device_gets_no_hooks_unless_they_are_forced() -> None:
-    assert "_hf_hook" not in vars(dispatch_model(make_net(), {"": "cpu"}))
+    device_map = {"": "cpu", "head": "cpu:0", "embed": torch.device("cpu:0")}
+    assert "_hf_hook" not in vars(dispatch_model(make_net(), device_map))
     forced = dispatch_model(make_net(), {"": "cpu"}, force_hooks=True)
     assert {"_hf_hook" in vars(module) for module in forced.modules() if module.state_dict()} == {True}
 
 
 def test_the_cpu_as_a_device_is_the_cpu() -> None:
     assert "_hf_hook" not in vars(dispatch_model(make_net(), {"": torch.device("cpu")}))
+    assert "_hf_hook" not in vars(
+        dispatch_model(make_net(), {"": "cpu", "head": "cpu:0", "embed": torch.device("cpu:0")})
+    )
 
 
 def test_a_model_without_weights_has_an_empty_map() -> None:
@@ -217,3 +221,7 @@ def test_a_file_that_cannot_be_put_in_place_is_an_error_of_the_folder(tmp_path: 
     with pytest.raises(CheckpointError, match=r"index\.json cannot be written"):
         save_offload_index({"weight": {"dtype": "float32", "shape": [2]}}, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "weight.dat"]
+    with pytest.raises(CheckpointError, match=r"'weight' .* could not be written to .*missing"):
+        offload_weight(torch.ones(2), "weight", tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be written"):
+        save_offload_index({"weight": {"dtype": "float32", "shape": [2]}}, tmp_path / "missing")

@@ -64,7 +64,7 @@ def test_each_stretch_that_has_a_checkpoint_behind_it_keeps_exactly_the_first(
             keeping.load_state_dict(json.loads(json.dumps(state)))
             keeping.begin(run)
         run.state.step = step
-        at = keeping.due(run)
+        at = keeping.due_progress(run)
         if at is not None:
             keeping.add(str(step), at)
     first_of: dict[int, int] = {}

@@ -155,3 +155,57 @@ def test_a_module_of_another_task_is_an_error(tmp_path: Path) -> None:
     other = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match="Linear of parameter 'weight' is not in RegressionTask"):
         _fit(tmp_path, ModelPruning("l1_unstructured", [(other, "weight")]))
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_only_a_fit_prunes(is_global: bool, tmp_path: Path) -> None:
+    callback = ModelPruning(
+        "l1_unstructured", use_global_unstructured=is_global, prune_on_train_epoch_end=False, verbose=1
+    )
+    task = RegressionTask()
+    before = weights_of(task)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[callback])
+    trainer.validate(task, regression_loader(batch_size=8))
+    assert_equal_weights(weights_of(task), before)
+    trainer.fit(task, regression_loader(batch_size=8), regression_loader(batch_size=8))
+    assert sum(int((p == 0).sum()) for p in task.parameters()) >= 24
+
+
+def test_an_evaluation_of_a_checkpoint_leaves_the_callback_and_the_task_unpruned(tmp_path: Path) -> None:
+    callback = ModelPruning("l1_unstructured", amount=0.5, make_pruning_permanent=False)
+    fitted = _fit(tmp_path, callback)
+    evaluated = RegressionTask()
+    quiet_trainer(callbacks=[callback]).validate(
+        evaluated, regression_loader(batch_size=8), ckpt_path=tmp_path / "step=20"
+    )
+    assert not any("weight_orig" in name for name in evaluated.state_dict())
+    assert sum(int((p == 0).sum()) for p in evaluated.parameters()) >= 36
+    # A task that is pruned already is evaluated, too.
+    quiet_trainer(callbacks=[callback]).validate(
+        fitted, regression_loader(batch_size=8), ckpt_path=tmp_path / "step=20"
+    )
+    callback.make_pruning_permanent(fitted)
+    assert_equal_weights(weights_of(fitted), weights_of(evaluated))
+
+
+def test_the_callback_can_evaluate_one_task_and_train_another(tmp_path: Path) -> None:
+    _fit(tmp_path, ModelPruning("l1_unstructured", amount=0.5))
+    callback = ModelPruning("l1_unstructured", amount=0.5)
+    quiet_trainer(callbacks=[callback]).validate(
+        RegressionTask(), regression_loader(batch_size=8), ckpt_path=tmp_path / "step=20"
+    )
+    task = _fit(tmp_path / "second", callback)
+    assert sum(int((p == 0).sum()) for p in task.parameters()) >= 42
+
+
+def test_tensors_of_a_module_keep_their_gradients(tmp_path: Path) -> None:
+    task = RegressionTask()
+    task.net[0].scale = torch.ones(1, requires_grad=True)
+    _fit(tmp_path, ModelPruning("l1_unstructured"), task)
+    assert task.net[0].scale.requires_grad
+
+
+def test_a_function_prunes_each_parameter_only() -> None:
+    with pytest.raises(ConfigurationError, match="l1_unstructured\\) is a function"):
+        ModelPruning(prune.l1_unstructured)
+    ModelPruning(prune.l1_unstructured, use_global_unstructured=False)

@@ -83,6 +83,20 @@ def test_an_unknown_part_is_an_error_that_lists_the_parts(checkpoint: Path) -> N
         read_checkpoint(checkpoint, parts=["optimiser"])
 
 
+def test_a_folder_that_cannot_be_read_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_small(tmp_path, 10, "a")
+    (tmp_path / "lost+found").mkdir()
+    real_stat = os.stat
+
+    def stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "lost+found/" in str(path):  # chmod has no effect for root
+            raise PermissionError(13, "Permission denied", str(path))
+        return real_stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert [found.path.name for found in find_checkpoints(tmp_path)] == ["a"]
+
+
 def test_checkpoints_are_found_in_order_of_their_steps_and_not_of_their_names(tmp_path: Path) -> None:
     for step, name in [(10, "a"), (9, "z"), (100, "m")]:
         write_small(tmp_path, step, name)

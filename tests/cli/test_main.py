@@ -10,7 +10,7 @@ import pytest
 
 from trainwright import __version__
 from trainwright.cli import main as main_module
-from trainwright.cli.main import COMMANDS, Command, main
+from trainwright.cli.main import COMMANDS, Command, _take_traceback_option, main
 from trainwright.core.errors import ConfigurationError
 
 
@@ -116,6 +116,15 @@ def test_traceback_shows_where_an_error_of_ours_comes_from(
     printed = capsys.readouterr().err
     assert "Traceback" in printed
     assert "_fail_on_purpose" in printed
+
+
+def test_traceback_may_be_an_option_of_the_launched_script() -> None:
+    assert _take_traceback_option(["launch", "train.py", "--traceback"]) == (
+        False,
+        ["launch", "train.py", "--traceback"],
+    )
+    assert _take_traceback_option(["--traceback", "launch", "train.py"]) == (True, ["launch", "train.py"])
+    assert _take_traceback_option(["launch", "--traceback", "train.py"]) == (True, ["launch", "train.py"])
 
 
 def test_env_reports_versions_and_the_process_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,9 @@ def test_nothing_fits() -> None:
         train()
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    with pytest.raises(TrainwrightError) as caught:  # a later call tries again
+        train()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_released_objects_are_none_and_gone() -> None:

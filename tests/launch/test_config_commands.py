@@ -133,6 +133,7 @@ def test_these_commands_import_no_torch(arguments: list[str]) -> None:
          "echo 1; echo 2"),
         (["--config_file", "{file}", "--use_alpha"], ["gcloud", "alpha"], "pod", "ls; pwd"),
         (["--config_file", "{file}", "--command_file", "{commands}"], ["gcloud"], "pod", "make; make test"),
+        (["--config_file", "{text}"], ["gcloud"], "pod", "echo hi"),
     ],
 )  # fmt: skip
 def test_tpu_config_prints_its_command(
@@ -140,7 +141,12 @@ def test_tpu_config_prints_its_command(
 ) -> None:
     (tmp_path / "a.yaml").write_text("tpu_name: pod\ntpu_zone: z\ncommands: [ls, pwd]\ncommand_file: null\n")
     (tmp_path / "commands").write_text("make\n\nmake test\n")
-    names = {"{file}": str(tmp_path / "a.yaml"), "{commands}": str(tmp_path / "commands")}
+    (tmp_path / "text.yaml").write_text("tpu_name: pod\ntpu_zone: z\ncommands: echo hi\n")
+    names = {
+        "{file}": str(tmp_path / "a.yaml"),
+        "{commands}": str(tmp_path / "commands"),
+        "{text}": str(tmp_path / "text.yaml"),
+    }
     assert main(["tpu-config", "--debug", *(names.get(word, word) for word in options)]) == 0
     last = ["--zone", "z", "--command", f"cd /usr/share; {commands}", "--worker", "all"]
     assert shlex.split(capsys.readouterr().out) == [*start, "compute", "tpus", "tpu-vm", "ssh", pod, *last]

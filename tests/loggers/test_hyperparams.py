@@ -35,6 +35,8 @@ class Net:
         (torch.zeros(100), "tensor of shape (100,), torch.float32"),
         (torch.zeros(2, device="meta"), "tensor of shape (2,), torch.float32"),
         (np.longdouble(1.5), 1.5),
+        (np.clongdouble(1 + 2j), "(1+2j)"),
+        (torch.eye(2).to_sparse(), "tensor of shape (2, 2), torch.float32"),
         (Path("a") / "b", "a/b"),
         (nn := torch.nn.Linear, f"{nn.__module__}.Linear"),
         (torch.device("cpu"), "cpu"),

@@ -73,6 +73,17 @@ def test_peek_shows_waiting_values_and_leaves_them() -> None:
     assert buffer.flush_step().logged == {"loss": 7.0}
 
 
+@pytest.mark.parametrize(("reduce_fx", "batch_size"), [(torch.median, None), ("mean", 0)])
+def test_peek_new_returns_an_aggregate_after_any_number_of_values(reduce_fx: Any, batch_size: int | None) -> None:
+    buffer = evaluating("train")
+    buffer.in_step = False
+    for _ in range(2):  # after each pass, no value is pending, and a reduction of the user's own has no weight
+        for number in range(FOLD_EVERY):
+            buffer.log("a", float(number), on_step=False, on_epoch=True, reduce_fx=reduce_fx, batch_size=batch_size)
+        assert list(buffer.peek_new().callback) == ["a"]
+        assert buffer.peek_new().callback == {}
+
+
 # Aggregates
 
 VALUES = st.lists(
@@ -127,6 +138,22 @@ def test_a_reduction_of_the_users_own_sees_all_values_in_order() -> None:
     assert seen == [[float(n) for n in range(150)]]
 
 
+@pytest.mark.parametrize("reduce_fx", ["mean", "max", torch.median])
+def test_a_state_of_an_earlier_version_has_values(reduce_fx: Any) -> None:
+    buffer = evaluating("train")
+    for number in range(FOLD_EVERY):
+        buffer.log("a", float(number), on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+    states = buffer.state_dict()
+    for state in states.values():
+        del state["num_folded"]
+        state["host_extreme"] = 63.0  # for every reduction
+    resumed = evaluating("train")
+    resumed.load_state_dict(states, torch.device("cpu"))
+    if callable(reduce_fx):  # a checkpoint does not contain the function
+        resumed.log("a", 31.0, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+    assert resumed.flush_epoch().logged["a"] == {"mean": 31.5, "max": 63.0}.get(reduce_fx, 31.0)
+
+
 # Refusals
 
 
@@ -152,6 +179,8 @@ def test_on_step_outside_a_step_is_refused() -> None:
         ({"a": 1.0}, "log_dict"),
         (torch.tensor(1j), "complex"),
         ("low", "got a str"),
+        (np.array(1j), "got a ndarray"),
+        (np.str_("low"), "got a str_"),
     ],
 )
 def test_a_value_that_is_not_one_number_is_refused(value: Any, text: str) -> None:

@@ -46,7 +46,8 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     Arguments that differ from their defaults take precedence. Rank 0 warns about overridden and unused variables.
 
     Raises:
-        ConfigurationError: a variable has an invalid value, or two variables select an engine.
+        ConfigurationError: a variable has an invalid value, two variables select an engine, or no number of
+            micro-batches keeps the batch size after processes have left.
     """
     defaults = read_defaults(
         arguments.strategy,

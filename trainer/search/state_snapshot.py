@@ -20,10 +20,10 @@ _WITH_ATTRIBUTES = (nn.Module, Optimizer, LRScheduler)  # classes of objects who
 class StateSnapshot:
     """A snapshot of objects that can be restored exactly.
 
-    It covers, to any depth, tensors (values, gradients, `requires_grad`), generators of torch, NumPy and Python, lists,
-    dicts, sets and deques with their members, and the attributes of modules, optimizers and learning-rate schedulers.
-    References to objects of other classes are restored, but not the state of those objects. Tensors on a device are
-    copied to the host. Creating a snapshot and `restore` wait for the device.
+    It covers, to any depth, tensors (values, gradients, `requires_grad`), generators of torch, NumPy and Python (not
+    the global ones), lists, sets and deques with their members, dicts with their values, and the attributes of modules,
+    optimizers and learning-rate schedulers. References to objects of other classes are restored, but not the state of
+    those objects. Tensors on a device are copied to the host. Creating a snapshot and `restore` wait for the device.
 
     Args:
         roots: the objects.

@@ -3,7 +3,7 @@
 1. Rank 0 creates a `Draft` and its folders. Its caller sends the folder's path to the other ranks.
 2. Each rank writes its files into the folder. Each rank except 0 then stores a report under the key
    `{16 hex digits of the folder's name}/{rank}`: sizes and hashes of its files, or its error.
-3. Rank 0 reads the reports, and deletes those without an error. Then it writes the manifest and renames the folder.
+3. Rank 0 reads the reports, and deletes each one that it accepts. Then it writes the manifest and renames the folder.
 
 The ranks exchange reports through the run's `torch.distributed.Store`, from any thread and without collectives.
 """

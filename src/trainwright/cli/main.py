@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    """Run the command that the first argument names. Return its exit code, or 2 for an unknown command."""
+    """Run the command that the first argument names. Return its exit code: 0 for help, 2 for an unknown command."""
     parser = _parser()
     if not arguments:
         parser.print_help()
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def check_subcommand(command: str, argv: Sequence[str], known: Sequence[str]) -> None:
-    """Raise a ConfigurationError for an unknown sub-command of `command`. It names the most similar one."""
+    """Raise a ConfigurationError for an unknown sub-command of `command`. The message names the most similar one."""
     if argv and not argv[0].startswith("-") and argv[0] not in known:
         raise ConfigurationError(
             f"{command} has no command {argv[0]!r}.{nearest(argv[0], known)} Known: {', '.join(known)}."
@@ -155,8 +155,15 @@ def check_subcommand(command: str, argv: Sequence[str], known: Sequence[str]) ->
 
 
 def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether `--traceback` is among the arguments, and the other arguments. Words after `--` do not count."""
+    """Return whether `--traceback` is among the arguments, and the other arguments.
+
+    Words after `--` do not count. With `launch`, the option counts only before the command or directly after it:
+    further words may be arguments of the script.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
+    command = next((index for index, word in enumerate(arguments) if not word.startswith("-")), None)
+    if command is not None and arguments[command] == "launch":
+        end = min(end, command + 2)
     others = [word for word in arguments[:end] if word != "--traceback"]
     is_passed = len(others) < end  # a word was removed
     return is_passed, others + arguments[end:]

@@ -313,7 +313,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
             name: the metric's name.
             value: a number, a tensor with one element, or a torchmetrics Metric or MetricCollection.
             prog_bar: show the value in the progress bar. Default: False.
-            logger: pass the value to the loggers. Default: True.
+            logger: pass the value to the loggers. None is True. Default: True.
             on_step: log this step's value. Default: None, which is True in a training step, else False.
             on_epoch: log the epoch's aggregate. Default: None, which is False in a training step, else True.
             reduce_fx: the aggregate of an epoch: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
@@ -432,7 +432,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         run = self.__dict__.get("_run")
         if run is None:
             raise TaskError(
-                f"{type(self).__name__} is not attached to a Trainer; this is available once a Trainer runs it."
+                f"{type(self).__name__} is not attached to a Trainer; `trainer` is available once a Trainer runs it."
             )
         return run  # type: ignore[no-any-return]  # nn.Module keeps its attributes in an untyped dict
 

@@ -10,9 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.data.dealer import Dealer, Seeding
-from trainwright.data.iterable import (
-    sets_epoch,
-)
+from trainwright.data.iterable import sets_epoch
 from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.sampler import ShardedBatchSampler
 from trainwright.data.user_sampler import BatchShard, SplitBatchShard
@@ -96,6 +94,7 @@ def _is_plain(sampler: object, kind: type) -> bool:
 
 
 def _shuffles(loader: DataLoader[Any], options: LoaderOptions) -> bool:
+    """Return whether the order is random. Warn if a loader of an evaluation shuffles."""
     if options.shuffle is not None:
         return options.shuffle
     is_random = _is_plain(loader.sampler, RandomSampler)

@@ -56,11 +56,11 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
       if there are several ranks or loader workers.
     - Each member of a `CombinedLoader`, or of a list or dict of loaders (see `holds_loaders`), is prepared separately.
 
+    Call this function on every rank, because it may communicate through `agree`.
+
     Args:
         loader: the user's loader.
         options: stage, rank, and how data is divided.
-
-    Call this function on every rank, because it may communicate through `agree`.
 
     Raises:
         ConfigurationError: the object is not a loader or is already prepared, the loader is empty, an iterable does not
@@ -179,6 +179,7 @@ class _PreparedByIndex(PreparedLoader):
         """Number of micro-batches of one pass over all ranks. None if unknown, or if passes are not dealt as one."""
         if not self._is_dealt or self._dealer.world != self.options.world:
             return None
+        # This counts a full pass here: a `CombinedLoader` resumes its members by `start_batch`, not within the dealer.
         return self._dealer.micro_batches_left
 
     def place_in_cycles(self, start_batch: int) -> tuple[int, int]:

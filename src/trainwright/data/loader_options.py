@@ -56,7 +56,7 @@ class LoaderOptions:
         name: name of the loader for messages. Default: None, the name of the stage's hook.
 
     Raises:
-        ConfigurationError: the stage, policy or rank is invalid.
+        ConfigurationError: `stage`, `uneven` or `rank` is invalid.
     """
 
     stage: Stage = "train"

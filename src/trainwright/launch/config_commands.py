@@ -73,7 +73,8 @@ def _update(path: Path | None) -> int:
         raise ConfigurationError("there is no configuration file. Write one with `trainwright config`.")
     content = reading.read_content(path)
     values = reading.read_file(path)[1]
-    # Options do not contain the type of the devices, such as MULTI_NPU: take it from the old file.
+    # Options do not contain the type of the devices, such as MULTI_NPU: take it from the old file. They contain `cpu`,
+    # which replaces MULTI_CPU. `read_file` has checked above that `content` is a mapping.
     devices = str(content.get("distributed_type")).upper()
     if devices not in reading.DEVICES or devices == "MULTI_CPU":
         devices = "MULTI_GPU"
@@ -109,7 +110,9 @@ def to_fsdp2(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config_file", "--config-file", type=Path, required=True, metavar="FILE", help="of FSDP1")
     parser.add_argument("--output_file", "--output-file", type=Path, metavar="FILE", help="of FSDP2")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file; without --output_file, its own one")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a file; without --output_file, replace --config_file"
+    )
     options = parser.parse_args(argv)
     if options.output_file is None and not options.overwrite:
         raise ConfigurationError("pass --output_file with a path, or --overwrite to replace --config_file.")
@@ -140,7 +143,7 @@ def tpu_config(argv: Sequence[str]) -> int:
     parser.add_argument("--tpu_zone", "--tpu-zone", help="zone of the pod. Default: that of the file")
     parser.add_argument("--use_alpha", "--use-alpha", action="store_true", help="use `gcloud alpha`")
     parser.add_argument("--command_file", "--command-file", type=Path, help="a file with a command in each line")
-    parser.add_argument("--command", action="append", nargs="+", help="a command; may be repeated")
+    parser.add_argument("--command", action="append", nargs="+", help="commands, each in quotes; may be repeated")
     text = "not supported: pass --command 'pip install PATH'"
     parser.add_argument("--install_accelerate", "--install-accelerate", action="store_true", help=text)
     parser.add_argument("--accelerate_version", "--accelerate-version", help=text)
@@ -170,6 +173,11 @@ def tpu_config(argv: Sequence[str]) -> int:
 
 
 def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[str]:
+    """Return the commands for the machines of the pod. `content` is that of the configuration file.
+
+    `--command_file` replaces `--command`. Both replace the keys `command_file` and `commands` of `content`, of which
+    the first replaces the second.
+    """
     if options.install_accelerate or options.accelerate_version:
         # Trainwright is not on PyPI: a package of this name there would belong to other people.
         raise ConfigurationError(
@@ -183,6 +191,8 @@ def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[
     if not commands:
         file = file or content.get("command_file")
         commands = content.get("commands") or []
+        if isinstance(commands, str):
+            commands = [commands]
     if file is not None:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -191,4 +201,5 @@ def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[
         commands = [line for line in lines if line.strip()]
     if not commands:
         raise ConfigurationError("no command was given. Pass --command 'pip install .', or --command_file with a file.")
+    # In the same folder as `accelerate tpu-config`.
     return ["cd /usr/share", *map(str, commands)]

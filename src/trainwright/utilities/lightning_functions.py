@@ -99,7 +99,8 @@ def is_overridden(method_name: str, instance: object = None, parent: type | None
     Args:
         method_name: The method.
         instance: The object. None is never an override.
-        parent: The class with the original method. Default: TaskModule or DataModule.
+        parent: The class with the original method. Without this method in the class, nothing overrides it. Default:
+            TaskModule or DataModule.
 
     Raises:
         ValueError: `instance` is neither a task nor a data module, and `parent` is None.
@@ -132,7 +133,8 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     """Seed the generators of Python and NumPy in a worker process of a DataLoader from torch's seed.
 
     Args:
-        worker_id, rank: Accepted without effect: torch's seed differs between workers and ranks.
+        worker_id, rank: Accepted without effect: torch's seed differs between workers and, in loaders
+            that the Trainer prepares, between ranks.
     """
     del worker_id, rank
     seed = torch.initial_seed()

@@ -145,6 +145,12 @@ def test_a_folder_without_a_run_is_an_error_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").mkdir()
+    with pytest.raises(RunFileError, match=r"run\.jsonl cannot be read"):
+        read_run(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["run.jsonl", "metrics.csv", "metrics.jsonl", "events.out.tfevents.1"])
 def test_damage_anywhere_is_one_error_that_names_the_file(

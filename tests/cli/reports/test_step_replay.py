@@ -16,6 +16,7 @@ from trainwright.cli.reports.run_files import read_run
 from trainwright.cli.reports.step_replay import _is_close, replay_step
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers.csv_logger import CSVLogger
+from trainwright.loggers.run_record import RECORD_FILE
 
 _PROJECT = """
 import torch
@@ -80,6 +81,10 @@ def test_a_replayed_step_equals_the_logged_one(
     # Another bound changes the steps after the first replayed one.
     assert main(["replay", str(checkpoint), "--step", "7", *config, "trainer.gradient_clip_val=0.1"]) == 1
     assert "differs" in capsys.readouterr().out
+    for record in root.rglob(RECORD_FILE):
+        record.unlink()
+    assert main(["replay", str(checkpoint), "--step", "7", *config]) == 0
+    assert "no record of the run was found" in capsys.readouterr().out
 
 
 def test_several_ranks_are_replayed_by_further_micro_batches(tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ def _checked_map(
     unplaced: Any = getattr(model, "_no_placement_params", None)
     endings = tuple(unplaced or ())
     optional = {name: "cpu" for name, _ in model.named_parameters() if name.endswith(endings)}
-    # Elsewhere the CPU is compared with "cpu".
-    checked = {name: "cpu" if device == torch.device("cpu") else device for name, device in device_map.items()}
+    # Elsewhere the CPU is compared with "cpu", so replace `torch.device("cpu")` and "cpu:0".
+    checked = {name: "cpu" if str(device) in ("cpu", "cpu:0") else device for name, device in device_map.items()}
     check_device_map(model, optional | checked, strict=strict)
     check_available(checked)
     return checked

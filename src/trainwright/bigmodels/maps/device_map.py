@@ -55,7 +55,7 @@ def infer_auto_device_map(
     The first accelerator in use also computes the layers on the host and on disk, and reserves memory for the largest
     of these layers. Modules that share a tensor are assigned to one device. No tensor is moved or allocated.
 
-    A warning is raised for accelerators that are not used because they cannot hold the largest layer.
+    A warning is issued for accelerators that are not used because they cannot hold the largest layer.
 
     Args:
         model: A model on any device, the meta device included.
@@ -67,7 +67,7 @@ def infer_auto_device_map(
         verbose: Print a report. See `explain_device_map`.
         clean_result: Name a module instead of its children if all of them are on one device.
         offload_buffers: Also offload the buffers of offloaded modules. By default, these buffers stay on the device
-            that computes the modules. A warning is raised if they do not fit.
+            that computes the modules. A warning is issued if they do not fit.
         fallback_allocation: If the next module does not fit an empty device, place the first later module that fits.
 
     Returns:
@@ -143,8 +143,7 @@ def resolve_device_map(
         no_split_module_classes, dtype, special_dtypes, offload_buffers: See `infer_auto_device_map`.
 
     Raises:
-        ConfigurationError: The word is unknown, `infer_auto_device_map` raises it, or `check_device_map` rejects the
-            map.
+        ConfigurationError: The name is unknown, `check_device_map` rejects the map, or see `infer_auto_device_map`.
     """
     if not isinstance(device_map, str):
         unknown = _check(model, device_map, strict=False)
@@ -186,7 +185,8 @@ def get_balanced_memory(
 
     Each budget becomes an equal fraction of the model plus an allowance, because modules are not split at the exact
     boundary. The allowance is 1.25 times the largest module of `no_split_module_classes`, or 1.25 times the mean size
-    of modules without submodules if this is larger. Budgets are never increased. The last accelerator keeps its budget.
+    of modules without submodules if this is larger. Budgets are never increased. The last accelerator with a
+    budget above 0 keeps it.
 
     For example, a model of 40 GiB with blocks of 1 GiB on 4 accelerators of 80 GiB: the first three get 11.25 GiB, and
     the last one 80 GiB. With `low_zero`, the fraction is 40 / 3 GiB, and the first one gets nothing.
@@ -203,23 +203,23 @@ def get_balanced_memory(
     """
     budgets = memory_budgets(max_memory)
     accelerators = [device for device in budgets if is_accelerator(device)]
-    num_used = sum(budgets[device] > 0 for device in accelerators)
-    if num_used < 2:
+    used = [device for device in accelerators if budgets[device] > 0]
+    if len(used) < 2:
         if max_memory is None:
             for device in accelerators:
                 budgets[device] = int(budgets[device] * 0.9)
         return budgets
     outline = read_outline(model, dtype=dtype, special_dtypes=special_dtypes)
     total = outline.sizes_bytes[0]
-    num_shares = num_used - 1 if low_zero else num_used
-    share = total // num_shares + _allowance(model, outline, no_split_module_classes)
-    first, *others = accelerators
-    for device in accelerators[:-1]:
-        if low_zero and device == first:
-            continue
+    # The first accelerator may have no budget. Then it has nothing that `low_zero` could lower.
+    is_first_lowered = low_zero and used[0] == accelerators[0]
+    shared = used[1:] if is_first_lowered else used
+    share = total // len(shared) + _allowance(model, outline, no_split_module_classes)
+    for device in shared[:-1]:
         budgets[device] = min(budgets[device], share)
-    if low_zero:
+    if is_first_lowered:
         # After the others are lowered: the first one gets the rest of the model.
+        first, *others = used
         remaining = total - sum(budgets[device] for device in others)
         budgets[first] = min(budgets[first], max(0, remaining))
     return budgets
@@ -289,7 +289,7 @@ def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
     if not isinstance(device_map, Mapping):
         raise ConfigurationError(
             f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Call "
-            "infer_auto_device_map to compute one. Only load_checkpoint_and_dispatch and dispatch_model accept a word "
+            "infer_auto_device_map to compute one. Only load_checkpoint_and_dispatch and dispatch_model accept a name "
             f"({', '.join(DEVICE_MAPS)})."
         )
     for name, device in device_map.items():
@@ -401,7 +401,7 @@ def _warn_of_buffers(
         )
 
 
-_WORDS = ("cpu", "disk", "mps", "meta")
+_DEVICE_NAMES = ("cpu", "disk", "mps", "meta")
 
 
 def parse_device(device: Device | torch.device) -> Device:
@@ -418,14 +418,14 @@ def parse_device(device: Device | torch.device) -> Device:
         return device
     if isinstance(device, str) and device.isdecimal():
         return int(device)
-    if device in _WORDS:
+    if device in _DEVICE_NAMES:
         return device
     try:
         return str(torch.device(str(device)))
     except RuntimeError as error:
         raise ConfigurationError(
-            f"device {device!r} is unknown.{nearest(str(device), _WORDS)} Write the index of an accelerator (0, 1, …), "
-            "'cpu', 'disk', 'mps', 'meta', or a device of torch such as 'cuda:1' or 'xpu:0'."
+            f"device {device!r} is unknown.{nearest(str(device), _DEVICE_NAMES)} Write the index of an accelerator "
+            "(0, 1, …), 'cpu', 'disk', 'mps', 'meta', or a device of torch such as 'cuda:1' or 'xpu:0'."
         ) from error
 
 

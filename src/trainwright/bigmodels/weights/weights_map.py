@@ -63,9 +63,9 @@ def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, 
         content = memoryview(host_bytes(weight)) if weight.numel() else b""
         return _write_bytes(target, content), target
     except OSError as error:
+        room = f" {_free_bytes(folder)} bytes are free there." if folder.is_dir() else ""
         raise CheckpointError(
-            f"{name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
-            f"{_free_bytes(folder)} bytes are free there."
+            f"{name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}.{room}"
         ) from error
 
 
@@ -125,7 +125,11 @@ def save_offload_index(index: Index, offload_folder: PathLike) -> None:
     """
     if not index:
         return
-    partial, target = _write_index_beside(index, Path(offload_folder))
+    folder = Path(offload_folder)
+    try:
+        partial, target = _write_index_beside(index, folder)
+    except OSError as error:
+        raise _not_written(INDEX, folder, error) from error
     _put_in_place(partial, target)
 
 
@@ -135,9 +139,11 @@ def _put_in_place(partial: Path, target: Path) -> None:
         os.replace(partial, target)  # existing mappings keep the former file
     except OSError as error:
         _remove([partial], [])
-        raise CheckpointError(
-            f"{target.name} cannot be written to {target.parent}: {error.strerror}. Use another folder."
-        ) from error
+        raise _not_written(target.name, target.parent, error) from error
+
+
+def _not_written(name: str, folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{name} cannot be written to {folder}: {error.strerror}. Use another folder.")
 
 
 def offload_state_dict(
@@ -154,7 +160,7 @@ def offload_state_dict(
 
     Raises:
         CheckpointError: The tensors do not fit on the disk, which is checked first, or cannot be written, or the
-            folder's index is damaged. Files and folders are unchanged.
+            folder's index is damaged. Files and folders are unchanged, unless a rename fails: some files are then new.
     """
     folder = Path(save_dir).absolute()
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -194,11 +195,15 @@ def scan(folder: Path) -> Iterator[OpenResult]:
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
             # Hidden folders are unfinished, except for a checkpoint whose replacement crashed (see `staging`).
-            split = split_hidden(entry.name)  # (name, role), or None for another hidden folder
-            if split is None or replaced_checkpoint(folder / split[0]) != entry:
+            split = split_hidden(entry.name)
+            if split is None:  # another hidden folder
                 continue
-        # With `trainer.json` alone the manifest is lost, which is an error instead of no checkpoint.
-        is_candidate = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
+            name, _role = split
+            if replaced_checkpoint(folder / name) != entry:
+                continue
+        # With `trainer.json` alone the manifest is lost, which is an error instead of no checkpoint. In a folder that
+        # this user cannot read, such as lost+found, `os.path.exists` is False, and `Path.exists` raises an error.
+        is_candidate = os.path.exists(entry / MANIFEST) or os.path.exists(entry / f"{TRAINER_STEM}.json")
         if entry.is_dir() and is_candidate:
             yield open_or_error(entry)
 

@@ -99,7 +99,7 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
     extra: dict[str, Any] = {}
     tied: dict[str, str] = {}
     dtypes: dict[str, str] = {}
-    first_names: dict[tuple[Any, ...], str] = {}  # key of a memory → name of the first tensor in it
+    first_names: dict[tuple[Any, ...], str] = {}  # `memory_key` and dtype → name of the first such tensor
     for name, value in plain_names(state_dict).items():
         if not isinstance(value, torch.Tensor):
             extra[name] = value
@@ -143,7 +143,9 @@ def write_model(
 
 
 def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
-    """Return a key that is the same for tensors with the same memory, shape and strides, but not for empty tensors."""
+    """Return a key that is equal for tensors with the same device, memory, shape, strides and negation (of a view such
+    as `x.conj().imag`). Empty tensors have different keys.
+    """
     if tensor.numel() == 0:
         return (name,)  # empty tensors all begin at address 0
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg())

@@ -228,7 +228,8 @@ class Draft:
     `with` block, the folder is deleted unless `publish` has renamed it.
 
     Args:
-        path: the final folder. If it exists and is not a checkpoint, a CheckpointError is raised.
+        path: the final folder. A CheckpointError is raised if it exists, is not empty and is not a checkpoint, or if
+            its name is not valid.
         must_be_new: `publish` raises if `path` has a checkpoint. Default: False, which replaces this checkpoint.
 
     Attributes:
@@ -355,7 +356,9 @@ def _listed_parts(contents: Contents, entries: Mapping[str, FileEntry]) -> dict[
 
 
 def check_target(path: Path) -> None:
-    """Raise a `CheckpointError` if the name of `path` is hidden, or `path` exists and is not a checkpoint."""
+    """Raise a `CheckpointError` if the name of `path` is empty or hidden, or if `path` exists, is not an empty folder
+    and is not a checkpoint.
+    """
     if not path.name or path.name.startswith("."):
         raise CheckpointError(f"{str(path)!r} is not a valid checkpoint name: it must not be empty or begin with '.'.")
     if path.is_symlink() or (path.exists() and not path.is_dir()):

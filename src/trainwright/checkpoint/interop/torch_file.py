@@ -43,7 +43,8 @@ from trainwright.checkpoint.interop.pickle_parser import (
 from trainwright.core.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 128 * 2**20
-# Limit on all values. Each reference counts as one value, and text as one more for each 32 characters.
+# Limit on all values. A further reference to an object counts all values in it again. Text, bytes and long integers
+# count one more for each 32 characters or bytes.
 MAX_VALUES = 8_000_000
 _CHARACTERS_PER_VALUE = 32
 # Views can repeat elements. A file of 1 GiB may have tensors with 4 GiB + 16 MiB in total.

@@ -167,7 +167,7 @@ def replace_weights(
         shard_files = _rename_to_final(folder, files, shard_files)
     except OSError as error:
         raise CheckpointError(
-            f"the new weights are in {folder}, but files of the old model remain: {error}. Save again to retry."
+            f"the new weights are in {folder} and complete, but cleaning up failed: {error}. Save again to retry."
         ) from error
     # A single file is its own entry, so `fromkeys` removes the second occurrence.
     return [folder / name for name in dict.fromkeys([*shard_files, files.entry])]

@@ -61,7 +61,7 @@ def report(argv: Sequence[str]) -> int:
     path = Path(wanted.output) if wanted.output else run.folder / REPORT_FILE
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigurationError(f"--output {path}: write the name of a file in a folder that exists.")
-    with damage_named(run.record):
+    with damage_named(run.named_in_errors):
         text = page(run)
     path.write_text(text, encoding="utf-8")
     print(path)

@@ -50,7 +50,7 @@ def diff(argv: Sequence[str]) -> int:
     if first.folder.resolve() == second.folder.resolve() and len(inside) > 1:
         names = ", ".join(map(str, inside))
         raise ConfigurationError(f"both paths name the run {first.folder}. Pass two of: {names}.")
-    with damage_named(f"{first.record} or {second.record}"):
+    with damage_named(f"{first.named_in_errors} or {second.named_in_errors}"):
         differences = compare(first, second, tolerance=wanted.tolerance)
         if wanted.json:
             text = json.dumps(json_safe(differences), indent=2, allow_nan=False)

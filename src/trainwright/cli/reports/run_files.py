@@ -83,8 +83,8 @@ class RunFiles:
     sources: list[Path] = field(default_factory=list)
 
     @property
-    def record(self) -> Path:
-        """The file that errors name for wrong content: the record, or the first file of curves, or the folder."""
+    def named_in_errors(self) -> Path:
+        """The path that errors name for wrong content: the record, or the first file of curves, or the folder."""
         return next(iter(self.sources), self.folder)
 
     @property
@@ -192,7 +192,10 @@ def _newest(top: Path, pattern: str) -> Path | None:
     files = [*top.glob(pattern)] or [*top.rglob(pattern)]
     with_fit: set[Path] = set()
     if pattern == RECORD_FILE:
-        with_fit = {file for file in files if b'"event": "fit"' in file.read_bytes()}
+        for file in files:
+            with damage_named(file):
+                if b'"event": "fit"' in file.read_bytes():
+                    with_fit.add(file)
     return max(files, key=lambda file: (file in with_fit, file.stat().st_mtime, file.name), default=None)
 
 
@@ -224,15 +227,15 @@ def _is_event(line: object) -> bool:
 
 
 def _read_curves(folder: Path, run: RunFiles) -> None:
-    """Read the curves in a folder, from the first kind of file that exists."""
+    """Read the curves in a folder, from the first kind of file that has values."""
     for pattern, read in _READERS.items():
         files = sorted(folder.glob(pattern))
         points: dict[str, list[tuple[int, float]]] = {}  # metric → (step, value)
         for file in files:
             with damage_named(file):
                 read(file, points)
-                # After each file, so that an error of a value names the file that contains it. A column of a CSV file
-                # may have no values.
+                # After each file, so that an error of a value names the file that contains it. `if values`, because a
+                # column of a CSV file may have none.
                 curves = {name: _curve(values) for name, values in sorted(points.items()) if values}
         if points:
             run.sources += files

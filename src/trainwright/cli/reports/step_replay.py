@@ -33,8 +33,8 @@ from trainwright.loggers.run_record import RECORD_FILE
 from trainwright.trainer import Trainer
 
 _MAX_SHOWN = 8  # parameters and samples
-# Patterns of the folders of records, below the folder that contains the checkpoints' folder: runs/net/checkpoints may
-# belong to the record in runs/net/csv/version_0.
+# Glob prefixes of the folders of records, relative to the parent of the checkpoints' folder: that folder itself, and up
+# to three levels below it. For example, runs/net/checkpoints may belong to the record in runs/net/csv/version_0.
 _RECORD_FOLDERS = ("", "*/", "*/*/", "*/*/*/")
 _CONFIGS = ("config.resolved.yaml", "config.yaml")
 
@@ -49,7 +49,7 @@ class Replay:
         grad_norms: gradient norm of each step before clipping.
         gradients: norm of each parameter's gradient in the last step, by name.
         samples: data set indices of the last step's samples; empty if unknown.
-        skipped: data that `on_nonfinite` has skipped, in all replayed steps.
+        skipped: data that `on_nonfinite` has skipped so far, also before the checkpoint.
 
     A step without a loss (manual optimization) or without a step of the optimizer is missing in the dicts.
     """
@@ -111,7 +111,8 @@ def replay_step(
     """Rerun the steps from a checkpoint up to `step` on one device, without logging and saving.
 
     Batches of several ranks become micro-batches of the step, so that the step has the same samples. Random numbers
-    (dropout, augmentation) are equal only if the run had one process. The run's callbacks are not used.
+    (dropout, augmentation) are equal only if the run had one process. Callbacks are used only if they are passed as
+    `callbacks`, in a list.
 
     Args:
         task: the task of the run. The function changes its weights to those after `step`.
@@ -159,7 +160,7 @@ def replay_step(
         "callbacks": [*arguments.get("callbacks", ()), _Recorder(result)],
     }
     with warnings.catch_warnings():
-        # The run's callbacks are not used, so that the checkpoint has states without a callback.
+        # The checkpoint has states of the run's callbacks, which the caller may not have passed.
         warnings.filterwarnings("ignore", ".* holds the state of a callback")
         trainer = Trainer(**settings)
         trainer.fit(task, train_dataloaders, datamodule=datamodule, ckpt_path=checkpoint)
@@ -201,7 +202,7 @@ def replay(argv: Sequence[str]) -> int:
     result = _replay_configured(checkpoint, wanted.step, run, line)
     rows: list[_ComparedValue] = []
     if run is not None:
-        with damage_named(run.record):
+        with damage_named(run.named_in_errors):
             rows = _compared(result, run)
     if wanted.json:
         facts = {
@@ -212,7 +213,7 @@ def replay(argv: Sequence[str]) -> int:
         }
         print(json.dumps(json_safe(plain(facts)), indent=2, allow_nan=False))
     else:
-        print(visible(_text(result, rows, wanted.tolerance)))
+        print(visible(_text(result, rows, wanted.tolerance, has_run=run is not None)))
     for row in rows:
         if not _is_close(row.logged, row.replayed, wanted.tolerance):
             return 1
@@ -287,10 +288,10 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
     seed = arguments["seed"]
     num_ranks: int | None = None
     if run is not None:
-        with damage_named(run.record):
-            seed = run.start.get("seed")
+        with damage_named(run.named_in_errors):
             recorded = dict(run.start.get("hyperparameters", {}))
             if run.start:
+                seed = run.start.get("seed")
                 # Ranks of one model-parallel group read the same data, so that only these two axes count.
                 mesh = run.start.get("mesh", {})
                 num_ranks = int(mesh.get("dp_replicate", 1)) * int(mesh.get("dp_shard", 1))
@@ -350,7 +351,7 @@ def _is_close(logged: float, replayed: float, tolerance: float) -> bool:
     return abs(logged - replayed) <= tolerance * max(abs(logged), abs(replayed))
 
 
-def _text(result: Replay, rows: list[_ComparedValue], tolerance: float) -> str:
+def _text(result: Replay, rows: list[_ComparedValue], tolerance: float, *, has_run: bool) -> str:
     """Return the output of the command without `--json`."""
     step = result.step
     loss = f", loss {result.losses[step]:.6g}" if step in result.losses else ""
@@ -361,25 +362,27 @@ def _text(result: Replay, rows: list[_ComparedValue], tolerance: float) -> str:
             verdict = "equal" if _is_close(row.logged, row.replayed, tolerance) else "differs"
             table.append([str(row.step), row.name, f"{row.logged:.6g}", f"{row.replayed:.6g}", verdict])
         lines += ["", *table_lines(table)]
-    if not any(row.step == step for row in rows):
+    if not has_run:
+        lines.append("no record of the run was found, so nothing was compared.")
+    elif not any(row.step == step for row in rows):
         lines.append(f"step {step} itself was not logged: only every log_every_n_steps-th step is.")
     not_finite = [name for name, norm in result.gradients.items() if not math.isfinite(norm)]
     if not_finite:
-        lines += ["", f"gradients that are not finite: {_first(not_finite)}"]
+        lines += ["", f"gradients that are not finite: {_first_few(not_finite)}"]
     for skipped in result.skipped:
         ids: list[int | str] = []
         for ids_of_rank in skipped.sample_ids or []:
             ids += ids_of_rank
-        samples = f"; samples {_first(ids)}" if ids else ""
+        samples = f"; samples {_first_few(ids)}" if ids else ""
         lines.append(f"skipped after step {skipped.step}: {skipped.reason}{samples}")
     lines += ["", "largest gradients:"]
     largest = sorted(result.gradients.items(), key=lambda item: -item[1])[:_MAX_SHOWN]
     lines += [f"  {name}  {norm:.4g}" for name, norm in largest]
     if result.samples:
-        lines.append(f"samples: {_first(result.samples)}")
+        lines.append(f"samples: {_first_few(result.samples)}")
     return "\n".join(lines)
 
 
-def _first(values: Sequence[int | str]) -> str:
+def _first_few(values: Sequence[int | str]) -> str:
     more = " …" if len(values) > _MAX_SHOWN else ""
     return ", ".join(map(str, values[:_MAX_SHOWN])) + more

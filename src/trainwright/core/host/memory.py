@@ -40,7 +40,7 @@ def keep_freed_memory(keep: bool) -> None:
     reused. No effect with other C libraries, or if `MALLOC_…` or `GLIBC_TUNABLES` variables configure the allocator.
 
     Args:
-        keep: True keeps freed memory. False returns it, now and later, in some milliseconds per gigabyte.
+        keep: True keeps freed memory. False returns it now (a few milliseconds per gigabyte) and from now on.
     """
     if os.name != "posix" or variables("MALLOC_") or variables("GLIBC_TUNABLES"):
         return
@@ -107,7 +107,11 @@ def _available_in_meminfo() -> int | None:
 
 
 def _left_in_control_group() -> int | None:
-    """Return the bytes that this process's control group (container) may still use. None if the group has no limit."""
+    """Return the bytes that the container may still use, by the limit of the root control group in its file system.
+
+    A container sees its own group as the root. Without a limit, version 2 gives None, and version 1 a huge number.
+    None without control groups.
+    """
     # Files of control groups version 2, then of version 1.
     for folder, limit_name, used_name, cache_name in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -164,7 +168,8 @@ def find_executable_batch_size(
 
     The batch size is the first argument of `function`; callers omit it. Create everything that needs memory (model,
     optimizer, loaders) inside the function, so that a failed attempt can be freed. A later call begins with the last
-    successful size. Processes do not communicate: with several, use `BatchSizeFinder`.
+    successful size, or with `starting_batch_size` if no size was small enough. Processes do not communicate: with
+    several, use `BatchSizeFinder`.
 
     Args:
         function: the function to decorate. Default: None, which returns the decorator:
@@ -201,6 +206,7 @@ def find_executable_batch_size(
                     raise
                 failure = _without_frames(error)
             batch_size = batch_size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        batch_size = starting_batch_size  # for a later call
         name = getattr(tried, "__name__", type(tried).__name__)
         raise BatchSizeError(
             f"no batch size fits: {name} ran out of memory down to the smallest one, starting from "

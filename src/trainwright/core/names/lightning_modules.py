@@ -1,14 +1,22 @@
-"""Modules of Lightning and the names that programs import from them.
+"""Names that programs import from the modules of Lightning.
 
-`foreign_names.own_name` finds the counterpart of each name. A name without a counterpart is a class that raises an
-error when it is used.
+`NAMES` follows Lightning `constants.LIGHTNING_VERSION`. It contains the modules and names that programs and libraries
+are known to import, not all of Lightning's, and some names of earlier versions (`PrecisionPlugin`). Under
+`as_lightning()`, `lightning_stand_in` provides these modules only: an import of another module or name fails.
+
+To support a further name, append it to the text of its module here. If the name differs in Trainwright or has no
+counterpart, add the counterpart or the advice to `foreign_names`. A name that `foreign_names.own_name` does not find
+becomes a class that raises an error with the advice when it is used.
+
+The constants above `NAMES` are names that several modules contain, because Lightning's packages re-export those of
+their sub-modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_TOP = "Callback LightningDataModule LightningModule Trainer seed_everything"
+_TOP_LEVEL = "Callback LightningDataModule LightningModule Trainer seed_everything"
 _CALLBACKS = (
     "BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor "
     "EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder "
@@ -41,13 +49,13 @@ _SEED = "isolate_rng pl_worker_init_function reset_seed seed_everything"
 _FABRIC_TYPES = (
     "LRScheduler Optimizable ReduceLROnPlateau ReduceOp _DEVICE _MAP_LOCATION_TYPE _PARAMETERS _PATH _TORCH_LRSCHEDULER"
 )
-_CLOUD = "get_filesystem _atomic_save _is_dir _load"
-_MISTAKE = "MisconfigurationException"
+_CLOUD_IO = "get_filesystem _atomic_save _is_dir _load"
+_MISCONFIGURATION = "MisconfigurationException"
 
 NAMES: Mapping[str, str] = {
-    "lightning": f"{_TOP} Fabric",
+    "lightning": f"{_TOP_LEVEL} Fabric",
     # Lightning's Trainer
-    "lightning.pytorch": _TOP,
+    "lightning.pytorch": _TOP_LEVEL,
     "lightning.pytorch.accelerators": _ACCELERATORS,
     "lightning.pytorch.accelerators.accelerator": "Accelerator",
     "lightning.pytorch.accelerators.cpu": "CPUAccelerator",
@@ -161,7 +169,7 @@ NAMES: Mapping[str, str] = {
     "lightning.pytorch.strategies.single_device": "SingleDeviceStrategy",
     "lightning.pytorch.strategies.strategy": "Strategy",
     "lightning.pytorch.strategies.xla": "XLAStrategy",
-    "lightning.pytorch.trainer": f"Trainer seed_everything {_MISTAKE}",
+    "lightning.pytorch.trainer": f"Trainer seed_everything {_MISCONFIGURATION}",
     "lightning.pytorch.trainer.connectors": "",
     "lightning.pytorch.trainer.connectors.accelerator_connector": "_AcceleratorConnector",
     "lightning.pytorch.trainer.connectors.callback_connector": "_CallbackConnector",
@@ -178,9 +186,9 @@ NAMES: Mapping[str, str] = {
     "lightning.pytorch.tuner.lr_finder": "_LRFinder",
     "lightning.pytorch.tuner.tuning": "Tuner",
     "lightning.pytorch.utilities": (
-        f"{_RANK_ZERO} AttributeDict CombinedLoader GradClipAlgorithmType {_MISTAKE} disable_possible_user_warnings "
-        "find_shared_parameters grad_norm is_picklable is_shared_filesystem measure_flops move_data_to_device "
-        "set_shared_parameters suggested_max_num_workers"
+        f"{_RANK_ZERO} AttributeDict CombinedLoader GradClipAlgorithmType {_MISCONFIGURATION} "
+        "disable_possible_user_warnings find_shared_parameters grad_norm is_picklable is_shared_filesystem "
+        "measure_flops move_data_to_device set_shared_parameters suggested_max_num_workers"
     ),
     "lightning.pytorch.utilities.argparse": "from_argparse_args",
     "lightning.pytorch.utilities.combined_loader": "CombinedLoader",
@@ -188,7 +196,7 @@ NAMES: Mapping[str, str] = {
     "lightning.pytorch.utilities.data": "extract_batch_size has_len_all_ranks",
     "lightning.pytorch.utilities.deepspeed": "convert_zero_checkpoint_to_fp32_state_dict",
     "lightning.pytorch.utilities.enums": "GradClipAlgorithmType LightningEnum",
-    "lightning.pytorch.utilities.exceptions": f"{_MISTAKE} SIGTERMException _TunerExitException",
+    "lightning.pytorch.utilities.exceptions": f"{_MISCONFIGURATION} SIGTERMException _TunerExitException",
     "lightning.pytorch.utilities.grads": "grad_norm",
     "lightning.pytorch.utilities.imports": "RequirementCache module_available package_available",
     "lightning.pytorch.utilities.memory": (
@@ -227,15 +235,15 @@ NAMES: Mapping[str, str] = {
     "lightning.fabric.plugins.precision": _PRECISION,
     "lightning.fabric.strategies": _STRATEGIES,
     "lightning.fabric.utilities": (
-        f"AttributeDict LightningEnum disable_possible_user_warnings is_shared_filesystem measure_flops "
+        "AttributeDict LightningEnum disable_possible_user_warnings is_shared_filesystem measure_flops "
         f"move_data_to_device suggested_max_num_workers {_RANK_ZERO}"
     ),
     "lightning.fabric.utilities.apply_func": "move_data_to_device",
-    "lightning.fabric.utilities.cloud_io": _CLOUD,
+    "lightning.fabric.utilities.cloud_io": _CLOUD_IO,
     "lightning.fabric.utilities.data": "AttributeDict",
     "lightning.fabric.utilities.device_dtype_mixin": "_DeviceDtypeModuleMixin",
     "lightning.fabric.utilities.enums": "LightningEnum",
-    "lightning.fabric.utilities.exceptions": _MISTAKE,
+    "lightning.fabric.utilities.exceptions": _MISCONFIGURATION,
     "lightning.fabric.utilities.imports": "RequirementCache",
     "lightning.fabric.utilities.logger": "_add_prefix _convert_params _flatten_dict _sanitize_callable_params",
     "lightning.fabric.utilities.rank_zero": _RANK_ZERO,
@@ -245,4 +253,8 @@ NAMES: Mapping[str, str] = {
     "lightning.fabric.utilities.warnings": "PossibleUserWarning",
     "lightning.fabric.wrappers": "_FabricDataLoader _FabricModule _FabricOptimizer is_wrapped",
 }
-"""Module, under the library's current package → the names to import from it, without its sub-modules."""
+"""Module of the package `lightning` → the names to import from it, separated by spaces.
+
+`foreign_names.canonical` maps the packages `pytorch_lightning` and `lightning_fabric` to these modules. Sub-modules are
+not among the names: they are keys of their own. A package with `""` has nothing but sub-modules.
+"""
