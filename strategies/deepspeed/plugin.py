@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,14 +22,24 @@ _PATHS = DEEPSPEED.paths()
 _WRITTEN_BEFORE = 'Write the values to deepspeed_config before prepare(), which replaces "auto".'
 
 
+def _as_object(config: Any) -> HfDeepSpeedConfig:
+    """Return a `HfDeepSpeedConfig` as it is, and a dict, a path or None as an object with a copy of the content."""
+    if isinstance(config, HfDeepSpeedConfig):
+        return config
+    wrapped = HfDeepSpeedConfig({})  # without a stage: at stage 3, the constructor connects DeepSpeed
+    wrapped.config = read_config(config)
+    return wrapped
+
+
 @dataclass(eq=False)
 class DeepSpeedPlugin(KwargsHandler):
     """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
 
-    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). The first
-    read of `deepspeed_config`, or the Accelerator's constructor, combines the fields and `hf_ds_config`. After that, a
-    field that is set is also written to `deepspeed_config`, and the values in `deepspeed_config` are used. Values may
-    change until the model is prepared.
+    A field that is None takes the value of its environment variable, if it has one
+    (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). The first read of `deepspeed_config`, or the Accelerator's constructor,
+    combines the fields and `hf_ds_config`. After that, a field that is set is also written to `deepspeed_config`, and
+    the values in `deepspeed_config` are used. Values may change until the model is prepared. Plugins are equal if they
+    were created with equal fields.
 
     Attributes:
         hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`. The other
@@ -38,10 +47,13 @@ class DeepSpeedPlugin(KwargsHandler):
             the fields are combined, a `HfDeepSpeedConfig` with all values; fields that were None have its values.
         gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the value of the Accelerator.
         gradient_clipping: Maximum norm of the gradients. Default: None, which disables clipping.
-        zero_stage: ZeRO stage, 0 to 3. Default: the stage in `hf_ds_config`, or else 2.
+        zero_stage: ZeRO stage, 0 to 3. Default: the stage in `hf_ds_config`, which is 0 if it sets none, or 2 without
+            `hf_ds_config`.
         is_train_batch_min: Accepted without effect: every batch has the size of its loader.
-        offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
+        offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`. Default: None, which is that of
+            `hf_ds_config`, or else `"none"`.
         offload_optimizer_nvme_path, offload_param_nvme_path: Folder for `"nvme"`. Both must be the same folder.
+            Default: None, which is that of `hf_ds_config`.
         zero3_init_flag: `from_pretrained` and `from_config` of transformers build models in shards while an Accelerator
             uses the plugin. Only for stage 3. Default: None, which is True at stage 3.
         zero3_save_16bit_model: Accepted without effect: checkpoints contain full weights at every stage.
@@ -77,47 +89,71 @@ class DeepSpeedPlugin(KwargsHandler):
         super().__post_init__()
         if self.hf_ds_config is None and self.zero_stage is None:
             self.zero_stage = 2
-        self._filled: dict[KeyPath, Any] = {}  # values in `deepspeed_config` that replace "auto"
-        self._registered: HfDeepSpeedConfig | None = None  # transformers holds a weak reference to it
-        self._passed: dict[str, Any] | None = None  # the fields before they were combined; None until then
         self._origin = origin_of(self.hf_ds_config)  # name of the configuration in error messages
+        # Set when the fields are combined with `hf_ds_config` (see `_combine`): the fields before. None until then.
+        self._passed: dict[str, Any] | None = None
+        # Values in `deepspeed_config` that have replaced "auto" (see `fill_in`), by their keys:
+        # {("bf16", "enabled"): True}.
+        self._filled: dict[KeyPath, Any] = {}
+        self._registered: HfDeepSpeedConfig | None = None  # transformers holds a weak reference to it
 
     def __eq__(self, other: object) -> bool:
+        """Compare the fields with which the plugins were created, and not values that were combined or set later.
+
+        A second Accelerator accepts a plugin with the same fields although the first one has read its own.
+        """
         if not isinstance(other, DeepSpeedPlugin):
             return NotImplemented
-        # Reading `deepspeed_config` changes the fields, but not what the plugin describes.
-        fields = self._passed or self.to_dict()
-        return fields == (other._passed or other.to_dict())
+        return (self._passed or self.to_dict()) == (other._passed or other.to_dict())
 
     @property
     def _is_combined(self) -> bool:
-        """True after the first read of `deepspeed_config`. From then on, it contains the values of the fields."""
-        return "deepspeed_config" in vars(self)
+        # Not `self._passed`: while the dataclass is created, the attribute does not exist.
+        return vars(self).get("_passed") is not None
 
     def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute. Once the fields are combined, also change `deepspeed_config`."""
+        if name == "hf_ds_config" and self._is_combined:
+            self._origin = origin_of(value)
+            value = _as_object(value)
         super().__setattr__(name, value)
-        if not self._is_combined:
-            return
-        if name in _PATHS:
+        if name in _PATHS and self._is_combined:
             set_value(self.deepspeed_config, _PATHS[name], value)
             self._filled.pop(_PATHS[name], None)
-        elif name == "hf_ds_config":
-            self._origin = origin_of(value)
-            self._store_combined(self._as_object())
 
-    def _as_object(self) -> HfDeepSpeedConfig:
-        """Return `hf_ds_config` if it is a `HfDeepSpeedConfig`, or else an object with a copy of its content."""
-        config = self.hf_ds_config
-        if isinstance(config, HfDeepSpeedConfig):
-            return config
-        wrapped = HfDeepSpeedConfig({})  # without a stage: at stage 3, the constructor connects DeepSpeed
-        wrapped.config = read_config(config)
-        return wrapped
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration. Its values may be changed until the model is prepared.
 
-    def _store_combined(self, combined: HfDeepSpeedConfig) -> None:
-        # Not by attribute assignment, which would call `_store_combined` again.
-        vars(self)["hf_ds_config"] = combined
-        vars(self)["deepspeed_config"] = combined.config
+        `prepare` replaces each `"auto"` by the value that it infers from the model and the data. This is the dict in
+        `hf_ds_config`, which is a `HfDeepSpeedConfig` from the first read on.
+        """
+        self._combine()
+        combined: Any = self.hf_ds_config
+        content: dict[str, Any] = combined.config
+        return content
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: dict[str, Any]) -> None:
+        self._combine()
+        combined: Any = self.hf_ds_config
+        combined.config = config
+
+    def _combine(self) -> None:
+        """Combine the fields with `hf_ds_config`. Does nothing the second time."""
+        if self._is_combined:
+            return
+        # `strategy` and `to_dict` come first: they read the fields as the user has passed them.
+        content = self.strategy(1).engine_config.content
+        passed = self.to_dict()
+        for name, path in _PATHS.items():
+            value = look_up(content, path)
+            if getattr(self, name) is None and value != AUTO:
+                setattr(self, name, value)
+        combined = _as_object(self.hf_ds_config)
+        combined.config.update(content)
+        self.hf_ds_config = combined
+        self._passed = passed  # from now on, `__setattr__` also changes `deepspeed_config`
 
     @property
     def _user_config(self) -> str | Path | Mapping[str, Any] | None:
@@ -130,23 +166,6 @@ class DeepSpeedPlugin(KwargsHandler):
             if look_up(content, path) == value:  # the user has not changed it since
                 set_value(content, path, AUTO)
         return content
-
-    @cached_property
-    def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. Its values may be changed until the model is prepared.
-
-        `prepare` replaces each `"auto"` by the value that it infers from the model and the data.
-        """
-        content = self.strategy(1).engine_config.content
-        self._passed = self.to_dict()
-        for name, path in _PATHS.items():
-            value = look_up(content, path)
-            if getattr(self, name) is None and value != AUTO:
-                setattr(self, name, value)
-        combined = self._as_object()
-        combined.config.update(content)
-        self._store_combined(combined)
-        return combined.config
 
     @property
     def config(self) -> dict[str, Any]:
@@ -239,6 +258,9 @@ class DeepSpeedPlugin(KwargsHandler):
 
     def strategy(self, num_processes: int) -> DeepSpeedStrategy:
         """Return the strategy with the same options.
+
+        Args:
+            num_processes: Has no effect. All plugins have this argument, because some divide the processes.
 
         Raises:
             ConfigurationError: An option is unknown, the strategy does not support it, or it differs from
