@@ -1,4 +1,4 @@
-"""The optimizer step of a task in a DeepSpeed engine, which runs backward, averages gradients, clips and steps."""
+"""The optimizer step of a task whose DeepSpeed engine runs backward, averages and clips gradients, and steps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 class EngineStep(AutomaticStep):
     """A step through a DeepSpeed engine.
+
+    The base class decides when gradients are zeroed: `_zeroed` is True if the gradients of the previous step are gone,
+    and `_zero_late` if they are zeroed only before the next backward, for hooks that read them. `_own_step` is the
+    task's `optimizer_step` if it overrides this method, or else None.
 
     Args:
         parts: See `StepParts`.
@@ -79,9 +83,10 @@ class EngineStep(AutomaticStep):
         if engine_can_clip:
             self._engine.optimizer.clip_grad = clip.value
             return None
-        # The engine divides by the loss scale of float16 in its step, so that the shards are multiples.
+        # The engine divides by the loss scale of float16 in its step, so the shards are still multiplied by it.
         scale = float(self._shards.zero.loss_scale)
-        gradients = [(gradient, True) for _, gradient in self._shards.gradients()]
+        is_unique = True  # no other rank holds the same shard
+        gradients = [(gradient, is_unique) for _, gradient in self._shards.gradients()]
         norm = clip_shards(gradients, replace(clip, value=clip.value * scale), self.parts.device)
         if norm is None:  # clipping by value computes none
             return None
@@ -125,4 +130,6 @@ class EngineOptimizer:
         return loss
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "optimizer" not in vars(self):  # `copy` reads attributes of an empty object
+            raise AttributeError(name)
         return getattr(self.optimizer, name)

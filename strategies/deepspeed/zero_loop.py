@@ -43,8 +43,8 @@ class ZeroGradients(Gradients):
         """Run backward through the engine of the model that was called since the previous backward.
 
         Raises:
-            ConfigurationError: Several models were called, `kwargs` has another argument than `retain_graph`, or the
-                step's last micro-batch has already run backward.
+            ConfigurationError: Several models were called, `kwargs` has another argument than `retain_graph` and
+                `scale_wrt_gas=False`, or the step's last micro-batch has already run backward.
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
         if kwargs.get("scale_wrt_gas") is False:  # passed by transformers: the loss is already divided
@@ -88,11 +88,13 @@ class ZeroGradients(Gradients):
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         parameters = list(parameters)
+        models = self._by_model(parameters)
+        if any(model.shards is None for model, _ in models):
+            return clip_gradients(parameters, clip)  # stage 0: all gradients are full
         shards: list[tuple[torch.Tensor, bool]] = []  # with True: no other rank holds the same shard
         scales: set[float] = set()
-        for model, contained in self._by_model(parameters):
-            if model.shards is None:
-                return clip_gradients(parameters, clip)  # stage 0: all gradients are full
+        for model, contained in models:
+            assert model.shards is not None
             ids = {id(parameter) for parameter in contained}
             for parameter, gradient in model.shards.gradients():
                 if id(parameter) in ids:
@@ -103,7 +105,7 @@ class ZeroGradients(Gradients):
                 f"The parameters of several models were clipped together, whose engines scale their losses by "
                 f"{sorted(scales)}. Clip the gradients of each model in a call of its own."
             )
-        # The engine divides by the loss scale of float16 in its step, so that the shards are multiples.
+        # The engine divides by the loss scale of float16 in its step, so the shards are still multiplied by it.
         scale = scales.pop() if scales else 1.0
         norm = clip_shards(shards, replace(clip, value=clip.value * scale), self.device)
         return None if norm is None else norm / scale
@@ -135,6 +137,7 @@ class ZeroGradients(Gradients):
 class ZeroOptimizer(Optimizer):
     """Wrapper of an optimizer that DeepSpeed's engine steps. Other attributes are those of the wrapped optimizer."""
 
+    # `Optimizer.__init__` is not called: it would give the wrapper groups and a state of its own.
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
         self.optimizer = model.optimizer
         self.zero = model
@@ -155,11 +158,16 @@ class ZeroOptimizer(Optimizer):
         model.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has used. The engine's step frees the gradients that it uses."""
+        """Discard gradients that no step has used. `set_to_none` has no effect.
+
+        The engine's step frees the gradients that it uses.
+        """
         if self.zero.holds_gradients:
             self._gradients.free(self.zero.model.parameters())
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "optimizer" not in vars(self):  # `copy` reads attributes of an empty object
+            raise AttributeError(name)
         attribute = getattr(self.optimizer, name)
         if name in ("train", "eval"):
             return partial(self._switch, name, attribute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.strategies.deepspeed.step import EngineOptimizer
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.distributed
@@ -165,3 +167,8 @@ def test_what_is_frozen_or_thawed_later_is_an_error_before_the_step(
 
 def test_a_step_without_a_loss_is_an_error(tried: list[dict[str, Any]]) -> None:
     assert all("Return a zero loss" in found["none"] for found in tried)
+
+
+def test_the_optimizer_of_a_task_can_be_copied() -> None:
+    optimizer = EngineOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), engine=None)
+    assert copy.copy(optimizer).param_groups is optimizer.param_groups
