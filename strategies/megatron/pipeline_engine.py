@@ -332,7 +332,7 @@ class PipelineEngine(FSDPEngine):
         return super()._state_of(module, optimizers, names, make)
 
     def begin_evaluation(self) -> None:
-        """Broadcast buffers over data-parallel ranks, and buffers in no stage from the rank of the last stage. Collective."""
+        """Broadcast buffers over data-parallel ranks, and those in no stage from the last stage. Collective."""
         group = self.data_ranks.group
         if group is not None:
             for buffer in self.task.buffers():
