@@ -118,7 +118,7 @@ class Setting(Generic[T]):
 
 def _loaders(kind: str, noun: str) -> Fact[Any]:
     """Return the attribute with the user's loaders of a kind, such as `"train"`. `noun` names the kind in its docs."""
-    return Fact(lambda run: run.data.given(kind), f"The user's {noun} loaders; None before they are created.")
+    return Fact(lambda run: run.data.user_loaders(kind), f"The user's {noun} loaders; None before they are created.")
 
 
 def _num_batches(kind: str, noun: str) -> Fact[list[int | float]]:

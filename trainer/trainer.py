@@ -477,7 +477,7 @@ class Trainer(LightningNames):
             if self.settings.selection.starts_processes and not started_by_trainer():
                 from trainwright.trainer.ray_stage import run_in_new_processes  # most runs have their processes
 
-                involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
+                involved = [task, sources.datamodule, *sources.loaders.values(), *self.callbacks, *self.loggers]
                 work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
                 result = run_in_new_processes(self, work, involved)
             else:

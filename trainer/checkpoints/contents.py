@@ -79,7 +79,7 @@ class CheckpointContents:
         # Without `state_rests`, weights may change also while gradients are computed.
         if phase is Phase.WEIGHTS or not self._engine.capabilities.state_rests:
             return "an optimizer was stepping, so some weights may be updated and others not"
-        if self._data.made is not None and self._data.made.loader.stateful:
+        if self._data.train_data is not None and self._data.train_data.loader.stateful:
             return "its stateful loader had already read the batches of the next step, which was not completed"
         return None
 

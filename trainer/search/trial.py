@@ -104,7 +104,7 @@ class StageTrialSteps:
                 "trial steps cannot run within a training step. Start them between two steps, for example in "
                 "on_train_step_end."
             )
-        if self._remakes_loaders and self._kind in run.data.sources.given:
+        if self._remakes_loaders and self._kind in run.data.sources.loaders:
             raise ConfigurationError(
                 f"the {self._kind} loader was passed to the Trainer as an object, so its batch size cannot change. "
                 f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, and create the loader "
@@ -140,7 +140,7 @@ class StageTrialSteps:
         """Take a snapshot of the state that steps change in place; `stack` restores it."""
         run = self._run
         schedulers = [config.scheduler for config in run.loop.schedules.configs]
-        generators = _generators_of(run.data.sources.given)
+        generators = _generators_of(run.data.sources.loaders)
         if run.data.datamodule is not None:
             self._datamodule_attributes = dict(vars(run.data.datamodule))
         self._snapshot = StateSnapshot(run.task, run.engine.optimizers, schedulers, generators)
@@ -159,11 +159,11 @@ class StageTrialSteps:
         """Create the run's loaders again, at the same position in the data. Collective if creating a loader is."""
         run = self._run
         state = run.state
-        made = run.data.made
+        train_data = run.data.train_data
         run.data.forget()
         run.loop.validation = None
-        if made is not None and run.running_stage == "fit":
-            place = made.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
+        if train_data is not None and run.running_stage == "fit":
+            place = train_data.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
             run.data.train().begin_epoch(state.epoch, place)
 
     def at_end(self, action: Callable[[], None]) -> None:
