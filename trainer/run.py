@@ -257,7 +257,8 @@ class StageRun:
         if datamodule is not None:
             method_of(datamodule, "setup")(stage)
         self.hooks.fire("setup", stage)
-        # The task's `setup` and `configure_model` may replace trained weights. The engine calls this function afterwards.
+        # The task's `setup` and `configure_model` may replace trained weights. `prepare_task` of the engine calls the
+        # function after both.
         if is_trained:
             self.engine.when_configured = watch_trained_weights(self.hooks, stage)
         with profile(f"[TaskModule]{type(task).__name__}.setup"):
