@@ -436,9 +436,11 @@ class StageData:
         state = self._progress.state
         current_epoch = state.epoch
         epoch = self._created_in.get(kind, current_epoch)
-        # Example: with reload_dataloaders_every_n_epochs=2 and a resume in epoch 5, the last reload was due in epoch 4.
-        # If the interrupted run has created its loaders in epoch 4, they are created as in epoch 4 again. If it has
-        # created them in epoch 2 (of validation, which did not run in epoch 4), they are created as in epoch 5.
+        # Example with reload_dataloaders_every_n_epochs=2, where reloads are due in epochs 2 and 4:
+        # - A resume in the middle of epoch 5: the run has created its loaders in epoch 4, and they are created as in
+        #   epoch 4 again.
+        # - A resume from the end of epoch 3, which begins epoch 4: the run has created its loaders in epoch 2, but the
+        #   next reload is due now. They are created as in epoch 4.
         reload_every = self._settings.arguments.reload_dataloaders_every_n_epochs
         last_reload = 0
         if reload_every > 0:

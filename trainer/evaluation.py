@@ -57,7 +57,7 @@ def evaluate(
 
     Returns:
         The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`). If all
-        limits are 0, no hook is called and both are empty.
+        limits are 0, no hook is called, and there are no metrics and no outputs.
     """
     loop = _EvaluationLoop(run, kind, max_batches, keep, abandon)
     flushed = loop.run(when_metrics_known)
@@ -209,8 +209,8 @@ class _EvaluationLoop:
         end_hooks = getattr(table, f"on_{self._name}_batch_end")
         if end_hooks or self._keep:
             try:
-                # Only a step that enables gradients itself returns tensors that require them. In all other cases hooks
-                # receive the output itself: it may be the batch, and a callback may change it in place.
+                # Detach only if necessary, for example if the step enables gradients itself. Otherwise hooks receive the
+                # output itself: it may be the batch, and a callback may change it in place.
                 if any(tensor.requires_grad for tensor in iterate_tensors(output)):
                     output = map_tensors(torch.Tensor.detach, output)
             except RecursionError as error:
