@@ -209,8 +209,8 @@ class _EvaluationLoop:
         end_hooks = getattr(table, f"on_{self._name}_batch_end")
         if end_hooks or self._keep:
             try:
-                # Detach only if necessary, for example if the step enables gradients itself. Otherwise hooks receive the
-                # output itself: it may be the batch, and a callback may change it in place.
+                # Detach only if necessary, for example if the step enables gradients itself. Otherwise hooks receive
+                # the output itself: it may be the batch, and a callback may change it in place.
                 if any(tensor.requires_grad for tensor in iterate_tensors(output)):
                     output = map_tensors(torch.Tensor.detach, output)
             except RecursionError as error:
