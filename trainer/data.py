@@ -27,6 +27,7 @@ from trainwright.trainer.run_state import RunProgress
 
 EvaluationKind = Literal["validate", "test", "predict"]
 
+# Kind of loaders → argument of the Trainer that limits their batches, for messages.
 _LIMITS = {
     "train": "limit_train_batches",
     "validate": "limit_val_batches",
@@ -40,11 +41,11 @@ class Sources:
     """Data sources of a stage. The task's `*_dataloader` methods are used if neither source has a loader.
 
     Attributes:
-        given: loaders passed to the Trainer's method, by kind: `"train"`, `"validate"`, `"test"` or `"predict"`.
+        loaders: loaders passed to the Trainer's method, by kind: `"train"`, `"validate"`, `"test"` or `"predict"`.
         datamodule: the data module, or None.
     """
 
-    given: dict[str, Any]
+    loaders: dict[str, Any]
     datamodule: DataModule | None = None
 
     @classmethod
@@ -59,32 +60,32 @@ class Sources:
         Raises:
             ConfigurationError: both loaders and a data module were passed, or one of them has a wrong type.
         """
-        given = {}
-        for name, loader in loaders.items():
+        passed: dict[str, Any] = {}
+        for kind, loader in loaders.items():
             if isinstance(loader, DataModule) and datamodule is None:
                 datamodule = loader
             elif loader is not None:
-                given[name] = loader
-        for loader in given.values():
+                passed[kind] = loader
+        for loader in passed.values():
             check_owner(loader)
             if isinstance(loader, TaskModule):
                 raise ConfigurationError(
                     f"{stage}() received a task where a loader was expected. Pass the task as the first argument."
                 )
         if datamodule is not None:
-            if given:
+            if passed:
                 raise ConfigurationError(f"{stage}() received both a data module and loaders. Pass only one of them.")
             if not isinstance(datamodule, DataModule):
                 check_owner(datamodule)
                 raise ConfigurationError(
                     f"datamodule is a {type(datamodule).__name__}, not a trainwright.DataModule. Sub-class DataModule."
                 )
-        return cls(given, datamodule)
+        return cls(passed, datamodule)
 
     def has(self, kind: str, task: TaskModule) -> bool:
         """Return whether a loader of this kind is available, without creating it."""
         method = LOADER_METHODS[kind]
-        if kind in self.given:
+        if kind in self.loaders:
             return True
         if self.datamodule is not None and overrides(self.datamodule, method, DataModule):
             return True
@@ -97,8 +98,8 @@ class Sources:
             ConfigurationError: no source has such a loader, or a `*_dataloader` method returned None.
         """
         method = LOADER_METHODS[kind]
-        if kind in self.given:
-            return self.given[kind]
+        if kind in self.loaders:
+            return self.loaders[kind]
         for owner, base in ((self.datamodule, DataModule), (task, TaskHooks)):
             if owner is not None and overrides(owner, method, base):
                 loader = getattr(owner, method)()
@@ -116,7 +117,7 @@ class Sources:
         Raises:
             ConfigurationError: a loader has length 0.
         """
-        for kind, loader in self.given.items():
+        for kind, loader in self.loaders.items():
             _refuse_empty(loader, _argument(stage, kind))
 
 
@@ -129,7 +130,8 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
 
     def gather_batches(batch: Any) -> list[Any]:
         batches = engine.data_ranks.gather(batch)
-        return batches[:: engine.data_ranks.parts]  # ranks that split one sequence have the same batch
+        # The `parts` ranks that split one sequence are consecutive and have the same batch. Keep one of each.
+        return batches[:: engine.data_ranks.parts]
 
     # `reader` and `num_readers` count the ranks that read different data.
     return LoaderOptions(
@@ -149,7 +151,7 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
 class TrainData:
     """The training data of a run. Iterates over groups, from any position in an epoch.
 
-    A group is the micro-batches of one optimizer step.
+    A group is the micro-batches of one optimizer step. Call `begin_epoch` before `groups`.
 
     Args:
         loader: the user's loader, or a list or dict of loaders to combine.
@@ -159,9 +161,10 @@ class TrainData:
             `limit` and the shuffling.
 
     Attributes:
-        given: the loader, or the list or dict of loaders, that the user has passed or a method has returned.
+        user_loaders: the loader, or the list or dict of loaders, that the user has passed or a method has returned.
         loader: the prepared loader of this rank.
-        num_batches: micro-batches of an epoch on this rank, after the limit. None if unknown, and before `begin_epoch`.
+        num_batches: micro-batches of an epoch on this rank, after the limit. Set by `begin_epoch`; None if unknown, and
+            before the first call.
 
     Raises:
         ConfigurationError: `loader` cannot be prepared.
@@ -170,8 +173,8 @@ class TrainData:
     def __init__(
         self, loader: object, options: LoaderOptions, *, limit: int | float | None, overfit: int | float
     ) -> None:
-        self.given = loader
-        if holds_loaders(loader):
+        self.user_loaders = loader
+        if holds_loaders(loader):  # each batch has one of every loader; shorter loaders start again
             loader = CombinedLoader(loader, mode="max_size_cycle")
         self._limit = limit
         self._limit_name = _LIMITS["train"]
@@ -202,8 +205,9 @@ class TrainData:
     def state_dict(self, state: TrainState) -> dict[str, Any]:
         """Return the position in the data, serializable as JSON and the same on every rank.
 
-        For example `{"position": {"batch": 3, "samples": 24}, "epoch": 1, "order": {…}}`. `order` has the values
-        that the position depends on (see `PreparedLoader.facts`), and is omitted without such values.
+        For example `{"position": {"batch": 3, "samples": 24}, "epoch": 1, "order": {"samples": 100, "shuffle": True}}`.
+        `order` has the values that the position depends on (see `PreparedLoader.facts`), and is omitted without such
+        values.
         """
         place: dict[str, Any] = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
         facts = self.loader.facts()
@@ -212,7 +216,7 @@ class TrainData:
         return place
 
     def keep_state(self) -> None:
-        """Store the state of the loader, so that `loader.state_dict` returns it after `close`."""
+        """Store the state of a stateful loader, so that `loader.state_dict` returns it after `close`."""
         self.loader.freeze_state()
 
     def close(self) -> None:
@@ -225,7 +229,7 @@ class TrainData:
         Warns if the rest of the epoch has another order, or if a stateful loader starts from scratch.
 
         Args:
-            place: the position, as for `load_place`.
+            place: see `load_place`.
             num_ranks: number of ranks that read different data in this run.
 
         Raises:
@@ -235,11 +239,11 @@ class TrainData:
         states = place.get("loaders") or []  # of a stateful loader: one for each rank that read different data
         position = place["position"]  # None at the start of an epoch
         saved_order = place.get("order")
-        own_order = self.loader.facts()
+        order = self.loader.facts()
         is_mid_epoch = position is not None and position["batch"] > 0
-        if is_mid_epoch and saved_order is not None and saved_order != own_order:
+        if is_mid_epoch and saved_order is not None and saved_order != order:
             warnings.warn(
-                f"{name} has {_listed(own_order)}, but the checkpoint was written in the middle of an epoch with "
+                f"{name} has {_listed(order)}, but the checkpoint was written in the middle of an epoch with "
                 f"{_listed(saved_order)}. The rest of the epoch has a different order, so some samples are repeated "
                 "and others are missing. Resume with the same data and sampler, or from a checkpoint at the end of an "
                 "epoch.",
@@ -291,8 +295,8 @@ class EvaluationData:
         epoch: the epoch of the training.
 
     Attributes:
-        given: the loaders that the user has passed or a method has returned.
-        is_list: True if these are several loaders, also if it is a list of one.
+        user_loaders: the loaders that the user has passed or a method has returned.
+        is_list: True if these are a list or dict of loaders, also if it contains only one.
         loaders: the prepared loaders of this rank.
         limits: batches to run of each loader; None if the length of the loader is unknown. Set by `begin`.
     """
@@ -300,25 +304,26 @@ class EvaluationData:
     def __init__(
         self, loaders: object, kind: EvaluationKind, options: LoaderOptions, *, limit: int | float | None, epoch: int
     ) -> None:
-        self.given = loaders
+        self.user_loaders = loaders
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":  # the same as its list of loaders
             loaders = loaders.iterables
         self.is_list = holds_loaders(loaders)
         items = members_of(loaders) if holds_loaders(loaders) else [loaders]
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
         self._limit = limit
-        self._name = _LIMITS[kind]
+        self._limit_name = _LIMITS[kind]
         self.limits: list[int | None] = []
         self.begin(epoch)
 
     def begin(self, epoch: int) -> None:
-        """Begin an evaluation in an epoch of the training: read the lengths of the data. Collective.
+        """Begin an evaluation in an epoch of the training, and read the lengths of the data. Collective.
 
-        A sampler may depend on the epoch. Callbacks may have changed the data, and so its length.
+        Call it before each evaluation, because a sampler may depend on the epoch, and callbacks may have changed the
+        data and so its length.
         """
         for loader in self.loaders:
             loader.set_epoch(epoch)
-        self.limits = [resolve_limit(self._limit, loader.num_batches, self._name) for loader in self.loaders]
+        self.limits = [resolve_limit(self._limit, loader.num_batches, self._limit_name) for loader in self.loaders]
 
     def close(self) -> None:
         """End the loaders' workers."""
@@ -391,10 +396,11 @@ class StageData:
     Attributes:
         sources, datamodule: the data sources, and their data module or None.
         workers: the loader workers of the stage.
-        made: the training data, or None before its creation.
-        evaluations: the created evaluation data, by kind.
-        shown: the user's loaders, by kind, that the Trainer's attributes return and no stage reads. Set by a search.
-        on_made: called with training and evaluation data after its creation. Set by the profiler. Default: None.
+        train_data: the training data. `train` creates it; None before that and after `forget`.
+        evaluations: the evaluation data by kind. `evaluation` creates an entry.
+        shown: the user's loaders, by kind, that the Trainer's attributes return and no stage reads. `show` adds them
+            after a search.
+        on_created: called with training and evaluation data after its creation. Set by the profiler. Default: None.
         place: the position in the training data from a checkpoint (see `TrainData.state_dict`). `load_state_dict` sets
             it, and `enter_saved_position` clears it at the start of the next epoch. Its `position` is None if that
             epoch begins at its first batch.
@@ -410,36 +416,38 @@ class StageData:
         self._settings = settings
         self._progress = progress
         self.workers = Workers()
-        self.made: TrainData | None = None
+        self.train_data: TrainData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
         self.shown: dict[str, Any] = {}
         self.place: dict[str, Any] | None = None
-        self._made_in: dict[str, int] = {}  # kind of the loaders → epoch in which the user's method created them
-        self.on_made: Callable[[TrainData | EvaluationData], None] | None = None
+        self._created_in: dict[str, int] = {}  # kind of the loaders → epoch in which the user's method created them
+        self.on_created: Callable[[TrainData | EvaluationData], None] | None = None
 
     def _options(self) -> LoaderOptions:
         seed = self._progress.seed
-        assert seed is not None  # chosen when the processes started
+        assert seed is not None  # set by `StageRun.join`
         return loader_options(self._settings.arguments, self._engine, seed, self.workers)
 
-    def _make(self, kind: str) -> Any:
+    def _make_loaders(self, kind: str) -> Any:
         """Return the user's loaders, created with the `current_epoch` of the uninterrupted run.
 
         After a resume, this is the epoch in which the interrupted run created them, unless a reload was due since.
         """
         state = self._progress.state
         current_epoch = state.epoch
-        epoch = self._made_in.get(kind, current_epoch)
-        # reload_dataloaders_every_n_epochs=2, a resume in epoch 5: the last reload was due in epoch 4. If the run has
-        # created its loaders in epoch 4, they are created as in epoch 4 again. If it has created them in epoch 2, they
-        # are created as in epoch 5.
+        epoch = self._created_in.get(kind, current_epoch)
+        # Example with reload_dataloaders_every_n_epochs=2, where reloads are due in epochs 2 and 4:
+        # - A resume in the middle of epoch 5: the run has created its loaders in epoch 4, and they are created as in
+        #   epoch 4 again.
+        # - A resume from the end of epoch 3, which begins epoch 4: the run has created its loaders in epoch 2, but the
+        #   next reload is due now. They are created as in epoch 4.
         reload_every = self._settings.arguments.reload_dataloaders_every_n_epochs
         last_reload = 0
         if reload_every > 0:
             last_reload = current_epoch - current_epoch % reload_every
         if epoch < last_reload:
             epoch = current_epoch
-        self._made_in[kind] = epoch
+        self._created_in[kind] = epoch
         state.epoch = epoch  # the user's method may read it
         try:
             return self.sources.make(kind, self._task)
@@ -453,42 +461,47 @@ class StageData:
         return self._given_task
 
     def train(self) -> TrainData:
-        """Return the training data. The first call creates it, and the first call after `forget`.
+        """Return the training data. The first call creates it, as does the first call after `forget`.
 
-        Creating it is collective if ranks have their own loaders.
+        After `load_state_dict`, it begins at the position from the checkpoint. Creating it is collective if ranks have
+        their own loaders.
+
+        Raises:
+            ConfigurationError: there is no training data, or training cannot continue from that position.
         """
-        if self.made is None:
-            self.made = TrainData(
-                self._make("train"),
+        if self.train_data is None:
+            self.train_data = TrainData(
+                self._make_loaders("train"),
                 self._options(),
                 limit=self._settings.limit_batches["train"],
                 overfit=self._settings.arguments.overfit_batches,
             )
-            if self.on_made is not None:
-                self.on_made(self.made)
+            if self.on_created is not None:
+                self.on_created(self.train_data)
             position = None
             if self.place is not None:
-                self.made.check_resume(self.place, self._engine.data_ranks.num_readers)
+                self.train_data.check_resume(self.place, self._engine.data_ranks.num_readers)
                 position = self.place["position"]
-            self.made.begin_epoch(self._progress.state.epoch, position)
-        return self.made
+            self.train_data.begin_epoch(self._progress.state.epoch, position)
+        return self.train_data
 
     def evaluation(self, kind: EvaluationKind) -> EvaluationData:
         """Return the data of `"validate"`, `"test"` or `"predict"`. The first call creates it, and is collective."""
         data = self.evaluations.get(kind)
         if data is None:
-            loaders = self._make(kind)
+            loaders = self._make_loaders(kind)
             limit = self._settings.limit_batches[kind]
             options = self._options()
-            if self._engine.processes.world_size == 1:  # replicas that are separate runs evaluate all data
+            # A process may be a replica beside other runs. It trains on its part of the data, and evaluates all data.
+            if self._engine.processes.world_size == 1:
                 options = replace(options, rank=0, world=1, agree=None)
             overfit = self._settings.arguments.overfit_batches
             if kind == "validate" and overfit:
                 options = _in_order(loaders, options.evaluating(kind), overfit)
             data = EvaluationData(loaders, kind, options, limit=limit, epoch=self._progress.state.epoch)
             self.evaluations[kind] = data
-            if self.on_made is not None:
-                self.on_made(data)
+            if self.on_created is not None:
+                self.on_created(data)
         return data
 
     @property
@@ -499,12 +512,12 @@ class StageData:
             return False
         return has_step(self._task, "validation_step") and self.sources.has("validate", self._task)
 
-    def given(self, kind: str) -> Any:
+    def user_loaders(self, kind: str) -> Any:
         """Return the user's loaders of this kind for the Trainer's attributes; None before they are created."""
-        made = self.made if kind == "train" else self.evaluations.get(kind)
-        if made is None:
+        data = self.train_data if kind == "train" else self.evaluations.get(kind)
+        if data is None:
             return self.shown.get(kind)
-        return made.given
+        return data.user_loaders
 
     def show(self, kind: str) -> None:
         """Create the user's loaders of this kind only for the Trainer's attributes, after a search."""
@@ -512,9 +525,9 @@ class StageData:
 
     def forget(self) -> None:
         """Discard the loaders. The next use creates new ones."""
-        self.made = None
+        self.train_data = None
         self.evaluations.clear()
-        self._made_in.clear()
+        self._created_in.clear()
 
     def enter_saved_position(self) -> Mapping[str, int] | None:
         """Set the training data to the position from a checkpoint, and clear that position.
@@ -536,36 +549,36 @@ class StageData:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training data for a checkpoint. It is the same on every rank.
 
-        Empty before the training data is created. See `TrainData.state_dict`. `made_in` has the epochs in which the
-        loaders of each kind were created.
+        Empty before the training data is created. The keys are those of `TrainData.state_dict` and `made_in`, the epoch
+        in which the user's method has created the loaders of each kind, such as `{"train": 0, "validate": 2}`.
         """
-        if self.made is None:
+        if self.train_data is None:
             return {}
-        return {**self.made.state_dict(self._progress.state), "made_in": dict(self._made_in)}
+        return {**self.train_data.state_dict(self._progress.state), "made_in": dict(self._created_in)}
 
     def loader_state(self) -> dict[str, Any] | None:
         """Return the state of this rank's training loader; None if it is not stateful."""
-        if self.made is None or not self.made.loader.stateful:
+        if self.train_data is None or not self.train_data.loader.stateful:
             return None
-        return self.made.loader.state_dict()
+        return self.train_data.loader.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load the result of `state_dict`. The next epoch starts there, or at its first batch if `saved` is empty."""
-        self.made = None  # the next use creates it with the seed of the restored run
+        self.train_data = None  # the next use creates it with the seed of the restored run
         self.place = dict(saved) or None  # a copy, because `Loads.resume` changes it
-        self._made_in = dict(saved.get("made_in", {}))  # an older checkpoint has none
+        self._created_in = dict(saved.get("made_in", {}))  # an older checkpoint has none
 
     def close(self, *, keep_state: bool) -> None:
-        """End the loader workers. An error's traceback or the Trainer could otherwise keep them alive.
+        """End the loader workers, which a traceback or the Trainer could otherwise keep alive by a reference.
 
         Args:
             keep_state: store the state of a stateful loader first, so that a save after the stage can read it.
         """
-        if self.made is not None and keep_state:
-            self.made.keep_state()
+        if self.train_data is not None and keep_state:
+            self.train_data.keep_state()
         self.workers.close()
-        if self.made is not None:
-            self.made.close()
+        if self.train_data is not None:
+            self.train_data.close()
         for data in self.evaluations.values():
             data.close()
 

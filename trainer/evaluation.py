@@ -23,7 +23,7 @@ from trainwright.trainer.search.replay import StepCalls, replay_batch
 
 
 class Abandoned(Exception):
-    """Exception that ends an evaluation before its last batch. Its metrics are discarded."""
+    """Exception that ends an evaluation before its last batch. The metrics of the evaluation are discarded."""
 
 
 # Kind → its name in hooks, steps and `TrainState`: `on_validation_start`, `validation_step`, `validation_batches`.
@@ -47,27 +47,28 @@ def evaluate(
         run: the run.
         kind: `"validate"`, `"test"` or `"predict"`.
         max_batches: maximum number of batches of each loader, in addition to the data's limits. Default: None.
-        keep: return the outputs of the step.
+        keep: return the outputs of the step. Default: False.
         abandon: called before each batch with the loader's index and the batch's index. True stops the evaluation. It
-            must return the same value on every rank.
-        when_metrics_known: called when the metrics are known, before `on_*_end`.
+            must return the same value on every rank. Default: None, which runs all batches.
+        when_metrics_known: called when the metrics are known, before `on_*_end`. Default: does nothing.
 
     Raises:
         Abandoned: `abandon` returned True. Raised on every rank.
 
     Returns:
-        The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`). Without
-        batches to run, no hook is called and there are no metrics.
+        The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`). If all
+        limits are 0, no hook is called, and there are no metrics and no outputs.
     """
     loop = _EvaluationLoop(run, kind, max_batches, keep, abandon)
-    return loop.run(when_metrics_known), loop.outputs
+    flushed = loop.run(when_metrics_known)
+    return flushed, loop.outputs
 
 
 class _EvaluationLoop:
     """One pass over the data of an evaluation; see `evaluate` for the arguments.
 
     Attributes:
-        outputs: for each loader the outputs of this rank's batches.
+        outputs: for each loader the outputs of this rank's batches; empty lists without `keep`. Set by `run`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class _EvaluationLoop:
         self.outputs: list[list[Any]] = []
         self._run = run
         self._kind: EvaluationKind = kind
-        self._name = _EVENTS[kind]  # in hooks and steps
+        self._name = _EVENTS[kind]
         self._max_batches = max_batches
         self._keep = keep
         self._abandon = abandon
@@ -94,7 +95,8 @@ class _EvaluationLoop:
         run.data.evaluation(self._kind).begin(run.state.epoch)
         data, limits = self._prepare()
         self.outputs = [[] for _ in data.loaders]
-        if not any(limit is None or limit > 0 for limit in limits):
+        has_batches = any(limit is None or limit > 0 for limit in limits)
+        if not has_batches:
             return Flushed()
         outer_stage = self._metrics.stage  # "train" for a validation within a fit; None without a fit
         run.evaluation.kind = self._kind
@@ -129,9 +131,9 @@ class _EvaluationLoop:
         run.hooks.fire(f"on_{name}_start")
         data, limits = self._prepare()  # a callback may have replaced the loaders
         run.hooks.fire(f"on_{name}_epoch_start")
-        for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
-            metrics.dataloader_idx = index if len(data.loaders) > 1 else None
-            self._run_loader(index, loader, limit)
+        for dataloader_idx, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
+            metrics.dataloader_idx = dataloader_idx if len(data.loaders) > 1 else None
+            self._run_loader(dataloader_idx, loader, limit)
         metrics.dataloader_idx = None
         run.hooks.fire(f"on_{name}_epoch_end")
         self._steps.end()
@@ -142,28 +144,29 @@ class _EvaluationLoop:
         run.hooks.fire(f"on_{name}_end")
         return flushed
 
-    def _run_loader(self, index: int, loader: PreparedLoader, limit: int | None) -> None:
-        """Run the batches of the loader at `index`, at most `limit`."""
+    def _run_loader(self, dataloader_idx: int, loader: PreparedLoader, limit: int | None) -> None:
+        """Run at most `limit` batches of a loader; None runs all."""
         # In lockstep, all ranks run the same number of steps, because a forward is collective.
         in_lockstep = self._run.engine.capabilities.lockstep_evaluation
         num_done = 0
         calls = StepCalls()
         for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
-            if self._abandon is not None and self._abandon(index, idx):
+            if self._abandon is not None and self._abandon(dataloader_idx, idx):
                 raise Abandoned
             num_done = idx + 1
             if in_lockstep and not loader.has_batch(idx):
                 self._replay(batch, idx, calls)  # this rank has no more data, and others have
                 continue
-            # The next batch of this rank may be a replay of this step, unless it is known to have data.
+            # Record this step if the next batch may be padding, for which this step is replayed. Without `counts`, this
+            # is not known in advance.
             next_has_data = loader.counts is not None and loader.has_batch(idx + 1)
             recording: AbstractContextManager[None] = contextlib.nullcontext()
             if in_lockstep and not next_has_data:
                 recording = calls.record(self._run.task, self._run.trainer)
             output = self._run_batch(batch, idx, recording)
-            self._steps.end_batch((index, idx))
+            self._steps.end_batch((dataloader_idx, idx))
             if self._keep:
-                self.outputs[index].append(output)
+                self.outputs[dataloader_idx].append(output)
             del output, batch  # frees their memory before the next forward
         check_end(loader, num_done, limit)
         loader.end_pass()
@@ -171,11 +174,13 @@ class _EvaluationLoop:
     def _replay(self, batch: Batch, idx: int, calls: StepCalls) -> None:
         """Repeat the communication of this rank's last step, without results."""
         run = self._run
-        dataloader_idx = self._metrics.dataloader_idx
+        dataloader_idx = self._metrics.dataloader_idx  # None with a single loader
         replay_batch(run.task, run.engine.step, self._kind, f"{self._name}_step", batch, idx, dataloader_idx, calls)
 
     def _run_batch(self, batch: Batch, idx: int, recording: AbstractContextManager[None]) -> Any:
-        """Run one batch and return the output of the step, detached if hooks or the caller receive it.
+        """Run one batch of the current loader and return the output of the step.
+
+        The output is detached if hooks or the caller of `evaluate` receive it.
 
         Args:
             batch: the batch.
@@ -204,8 +209,8 @@ class _EvaluationLoop:
         end_hooks = getattr(table, f"on_{self._name}_batch_end")
         if end_hooks or self._keep:
             try:
-                # Detach only if necessary, which is if the step enables gradients itself. The output may be the batch
-                # itself, and a callback may change it in place.
+                # Detach only if necessary, for example if the step enables gradients itself. Otherwise hooks receive
+                # the output itself: it may be the batch, and a callback may change it in place.
                 if any(tensor.requires_grad for tensor in iterate_tensors(output)):
                     output = map_tensors(torch.Tensor.detach, output)
             except RecursionError as error:
@@ -219,7 +224,7 @@ class _EvaluationLoop:
 
     @contextlib.contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
-        """Set all modules to evaluation mode within the context, then restore their modes."""
+        """Set all modules to evaluation mode within the context, then restore their modes, also after an error."""
         run = self._run
         modes = [(module, module.training) for module in run.task.modules()]
         run.hooks.fire(f"on_{self._name}_model_eval")
@@ -235,7 +240,7 @@ class _EvaluationLoop:
 class _StepLog:
     """Sends the step values of an evaluation to the loggers, and counts the evaluation steps of the run.
 
-    A sanity check, a trial and a prediction neither log nor count.
+    A sanity check, a trial and a prediction neither log step values nor count.
     """
 
     def __init__(self, run: StageRun, kind: EvaluationKind) -> None:
@@ -243,6 +248,7 @@ class _StepLog:
         self._kind = kind
         self._counts = kind != "predict" and not run.evaluation.sanity_checking and not run.is_trial
         self._counter = f"{_EVENTS[kind]}_batches"  # `state.validation_batches` or `state.test_batches`
+        # Steps of this kind in the run so far. Stored in `run.state` only by `end`.
         self._num_steps: int = getattr(run.state, self._counter) if self._counts else 0
 
     def end_batch(self, place: Place) -> None:
@@ -258,13 +264,14 @@ class _StepLog:
 
         An abandoned evaluation does not reach this, so that its repetition uses the same step numbers.
         """
-        last = self._run.logs.metrics.flush_step(self._run.logs.exchange)
-        if self._run.settings.loggers:
-            last.logged.clear()  # the rows contain these values
-        self._run.logs.log_evaluation_steps(last.rows, self._kind)
-        self._run.logs.take(last, self._kind)
+        run = self._run
+        flushed = run.logs.metrics.flush_step(run.logs.exchange)
+        if run.settings.loggers:
+            flushed.logged.clear()  # the rows contain these values; `take` would log them again
+        run.logs.log_evaluation_steps(flushed.rows, self._kind)
+        run.logs.take(flushed, self._kind)
         if self._counts:
-            setattr(self._run.state, self._counter, self._num_steps)
+            setattr(run.state, self._counter, self._num_steps)
 
 
 class Evaluation:
@@ -280,8 +287,8 @@ class Evaluation:
         self._verbose = verbose
 
     def run(self) -> list[dict[str, float]]:
-        """Return the metrics, one dict per loader."""
-        kind: Any = self._run.stage
+        """Run the evaluation and return the metrics, one dict per loader. Collective."""
+        kind: Any = self._run.stage  # "validate" or "test"
         flushed, outputs = evaluate(self._run, kind)
         results = results_by_loader(flushed, len(outputs))
         if self._verbose:
@@ -302,34 +309,35 @@ class Prediction:
         self._keep = keep
 
     def run(self) -> list[Any] | None:
-        """Return the outputs of all ranks in the order of the data, or None without `keep`. Collective.
+        """Run the prediction and return the outputs of all ranks in the order of the data. Collective.
 
-        With a list or dict of loaders, return one list per loader.
+        With a list or dict of loaders, the result has one list per loader. None without `keep`.
         """
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
         self._warn_of_missing_predictions(outputs)
         ranks = self._run.engine.data_ranks
-        outputs_by_rank = ranks.gather(outputs)[:: ranks.parts]  # ranks that split one sequence have the same batches
+        # The `parts` ranks that split one sequence are consecutive and have the same batches. Keep one of each.
+        outputs_by_rank = ranks.gather(outputs)[:: ranks.parts]
         merged = in_dataset_order(outputs_by_rank)
         return merged if self._run.data.evaluation("predict").is_list else merged[0]
 
     def _warn_of_missing_predictions(self, outputs: list[list[Any]]) -> None:
+        """Warn on the main rank if its steps have returned None. `outputs` has one list per loader."""
         all_outputs = list(itertools.chain.from_iterable(outputs))
         num_missing = sum(output is None for output in all_outputs)
         if num_missing and self._run.engine.is_main:
             warnings.warn(
                 f"{type(self._run.task).__name__}.predict_step returned None for {num_missing} of {len(all_outputs)} "
-                "batches. "
-                "Return the predictions, or pass return_predictions=False.",
+                "batches. Return the predictions, or pass return_predictions=False.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
 
 
 def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, float]]:
-    """Return the metrics as one dict per loader. Metrics without a loader are in all dicts.
+    """Return the metrics as one dict per loader. Metrics that do not belong to one loader are in all dicts.
 
     A value logged on step and epoch is only included under its full names, such as `loss_epoch`.
     """
@@ -337,8 +345,9 @@ def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, floa
     for key, value in flushed.callback.items():
         if key in flushed.aliases:
             continue
+        loader = flushed.loaders.get(key)
         for index in range(num_loaders):
-            if flushed.loaders.get(key, index) == index:
+            if loader is None or loader == index:
                 results[index][key] = float(value)
     return results
 

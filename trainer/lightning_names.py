@@ -36,7 +36,7 @@ T = TypeVar("T")
 Part = TypeVar("Part")
 P = ParamSpec("P")
 
-# Internal attributes of Lightning's Trainer and their replacements.
+# Internal attributes of Lightning's Trainer → advice for the error of `LightningNames.__getattr__`.
 INTERNALS = {
     "validate_loop": "use trainer.num_val_batches, trainer.val_dataloaders and trainer.validating",
     "test_loop": "use trainer.num_test_batches, trainer.test_dataloaders and trainer.testing",
@@ -99,6 +99,8 @@ class Fact(Generic[T]):
 class Setting(Generic[T]):
     """A setting that can be changed between two stages, and by callbacks before an epoch.
 
+    It is read from and stored in the field of the same name of `trainer.settings`.
+
     Args:
         doc: docstring of the attribute.
     """
@@ -118,16 +120,19 @@ class Setting(Generic[T]):
 
 def _loaders(kind: str, noun: str) -> Fact[Any]:
     """Return the attribute with the user's loaders of a kind, such as `"train"`. `noun` names the kind in its docs."""
-    return Fact(lambda run: run.data.given(kind), f"The user's {noun} loaders; None before they are created.")
+    return Fact(lambda run: run.data.user_loaders(kind), f"The user's {noun} loaders; None before they are created.")
 
 
 def _num_batches(kind: str, noun: str) -> Fact[list[int | float]]:
-    """Return the attribute with the numbers of batches of the loaders of a kind."""
-    return Fact(lambda run: run.num_batches(kind), f"Batches of each {noun} loader on one rank.")
+    """Return the attribute with the numbers of batches of the loaders of a kind; see `_loaders`."""
+    return Fact(
+        lambda run: run.num_batches(kind),
+        f"Batches of each {noun} loader on this rank; infinite if unknown. Empty before the loaders are created.",
+    )
 
 
 def _log_dir(run: StageRun) -> str | None:
-    """Return the folder of the first logger that has one; without loggers `default_root_dir`."""
+    """Return the folder of the first logger that has one, or None. Without loggers, return `default_root_dir`."""
     if not run.settings.loggers:
         return str(run.settings.root)
     for logger in run.settings.loggers:
@@ -138,6 +143,7 @@ def _log_dir(run: StageRun) -> str | None:
 
 
 def _distributed_sampler_kwargs(run: StageRun) -> dict[str, int] | None:
+    """Return the arguments of torch's DistributedSampler for this rank, or None for one process."""
     if run.logs.exchange is None:  # one process
         return None
     return {"num_replicas": run.engine.data_ranks.num_readers, "rank": run.engine.data_ranks.reader}
@@ -279,7 +285,7 @@ class LightningNames:
     is_global_zero = Fact[bool](lambda run: run.engine.is_main, "True on the main process.")
     distributed_sampler_kwargs = Fact[dict[str, int] | None](
         _distributed_sampler_kwargs,
-        "Number of data ranks and this process's data rank; None for one process.",
+        "Number of ranks that read different data and this process's index among them; None for one process.",
     )
 
     # Pruning callbacks of optuna-integration and darts read it.
@@ -296,7 +302,7 @@ class LightningNames:
     )
     global_step = Fact[int](lambda run: run.state.step, "Completed optimizer steps.")
     last_step = Fact[StepResult | None](
-        lambda run: run.loop.last_step, "Result of the last optimizer step; None before the first."
+        lambda run: run.loop.last_step, "Result of the last optimizer step; None before the first and after a rollback."
     )
     training = Fact[bool](
         lambda run: run.running_stage == "fit" and run.evaluation.kind is None,
@@ -330,7 +336,9 @@ class LightningNames:
     ckpt_path = Fact[str | None](
         lambda run: run.loads.ckpt_path, "The checkpoint that the current or last stage has loaded, or None."
     )
-    seed = Fact[int | None](lambda run: run.progress.seed, "Seed of the data order; None before the first stage.")
+    seed = Fact[int | None](
+        lambda run: run.progress.seed, "Seed of the data order; None before the first stage unless it was passed."
+    )
     run_id = Fact[str](lambda run: run.progress.run_id, "Identifies this run's checkpoints in a shared folder.")
     num_rollbacks = Fact[int](lambda run: run.progress.num_rollbacks, "Number of rollbacks of the run.")
     skipped_batches = Fact[list[SkippedData]](
@@ -353,7 +361,7 @@ class LightningNames:
     predict_dataloaders = _loaders("predict", "prediction")
     num_training_batches = Fact[int | float](
         lambda run: run.num_training_batches,
-        "Micro-batches of one training epoch on one rank; infinite if the loader has no length.",
+        "Micro-batches of one training epoch on one rank; infinite if unknown. Creates the loader.",
     )
     train_batch_size = Fact[int | None](
         lambda run: run.data.train().loader.batch_size,
@@ -367,7 +375,7 @@ class LightningNames:
     )
     num_sanity_val_batches = Fact[list[int | float]](
         lambda run: [min(run.settings.num_sanity_val_steps, number) for number in run.num_batches("validate")],
-        "Batches of each validation loader to run before training.",
+        "Batches of each validation loader to run before training. Empty before the loaders are created.",
     )
     estimated_stepping_batches = Fact[int | float](
         lambda run: run.estimated_stepping_batches,

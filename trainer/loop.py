@@ -47,7 +47,7 @@ class FitLoop:
         self._agreement = Agreement(run.engine.processes, _AGREE_EVERY_N_STEPS)
         self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
         self._has_one_data_rank = run.engine.data_ranks.size == 1
-        self._validates = False  # the fit has validations; read at the start of each epoch
+        self._validates = False  # `data.has_validation`, read at the start of each epoch
         self._metrics_are_begun = False  # `_start` has begun the metrics of the next epoch, so `_begin_epoch` does not
         self._align()
 
@@ -109,7 +109,12 @@ class FitLoop:
             run.loop.run_deferred_restores()
 
     def _epoch(self) -> None:
-        """Train the rest of the current epoch: one optimizer step per group of micro-batches."""
+        """Train the rest of the current epoch: one optimizer step per group of micro-batches.
+
+        Raises:
+            RollBack: the run rolls back to an earlier checkpoint. Raised on every rank.
+            Preempted: the ranks have agreed on a signal.
+        """
         run = self._run
         loop = self._run.loop
         trainer = run.trainer
@@ -187,7 +192,8 @@ class FitLoop:
         no_batch_had_a_loss = not state.step_in_epoch and not run.progress.skipped_batches
         if no_batch_had_a_loss and run.task.automatic_optimization:
             run.logs.warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
-        # If the epoch ends, `_end_epoch` saves and handles signals, after the metrics of the epoch are known.
+        # If the epoch ends here, `_end_epoch` executes requests and handles signals, after the metrics of the epoch are
+        # known.
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.is_requested:
             run.saves.execute_requests()
@@ -269,7 +275,11 @@ class FitLoop:
         return step_function(run)
 
     def _end_epoch(self, epoch_is_complete: bool) -> None:
-        """End the epoch. If a limit ended it before its last batch, a later fit can continue it."""
+        """End the epoch. If a limit ended it before its last batch, a later fit can continue it. Collective.
+
+        The order is part of the behavior: `on_train_epoch_end` may log metrics of the epoch, schedules read them, and a
+        checkpoint contains the state after both.
+        """
         run = self._run
         loop = self._run.loop
         state = self._run.progress.state
@@ -364,6 +374,7 @@ class FitLoop:
         data = run.data.evaluation("validate")
         device = run.engine.device
         generators_before = rng_state(device)
+        # Only this validation updates these metric objects. If it does not complete, they are reset.
         run.evaluation.own_objects = unused_objects(run.task)
         began_s = time.perf_counter()
         try:
@@ -412,10 +423,16 @@ class FitLoop:
         """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
         run = self._run
         loop = self._run.loop
-        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.recovery.preemption.signal_and_remaining_ms()]
-        everyone = [mine] if run.logs.exchange is None else self._agreement.exchange(run.state.step, mine)
-        loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
-        run.recovery.preemption.set_agreed([values[1:] for values in everyone])
+        preemption = run.recovery.preemption
+        request = self._end.stop_request(run.state, loop.stop)
+        # Three numbers of each rank: its stop request, its signal, and the milliseconds until the system ends it.
+        numbers_here = [int(request), *preemption.signal_and_remaining_ms()]
+        numbers_by_rank = [numbers_here]
+        if run.logs.exchange is not None:
+            numbers_by_rank = self._agreement.exchange(run.state.step, numbers_here)
+        for numbers in numbers_by_rank:
+            loop.stop_agreed = max(loop.stop_agreed, Stop(numbers[0]))
+        preemption.set_agreed([numbers[1:] for numbers in numbers_by_rank])
 
     def _stops_early(self) -> bool:
         """Return whether a stop request of any rank takes effect. If `min_epochs` or `min_steps` delays it, warn."""
@@ -429,7 +446,7 @@ class FitLoop:
 
 
 def _metrics_of_step(run: StageRun) -> Mapping[str, float]:
-    """Return the latest metrics of rank 0, so that metric-based schedules set the same rate on all ranks."""
+    """Return the latest metrics of rank 0, with which schedules set the same rate on all ranks. Collective."""
     run.logs.show_pending()
     metrics = dict(run.logs.shown.callback)
     if run.logs.exchange is None:

@@ -17,6 +17,7 @@ from trainwright.core.state import scheduler_state
 from trainwright.core.task import TaskModule
 
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+# Lightning's "frequency" of an optimizer is accepted without effect.
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 
 
@@ -28,13 +29,13 @@ def check_members(task: TaskModule, optimizers: Sequence[Optimizer]) -> None:
     """
     ids_of_task = {id(parameter) for parameter in task.parameters()}  # `==` of tensors compares their values
     for optimizer in optimizers:
-        others = []
+        foreign = []  # parameters that do not belong to the task
         for group in optimizer.param_groups:
-            others += [parameter for parameter in group["params"] if id(parameter) not in ids_of_task]
-        if others:
+            foreign += [parameter for parameter in group["params"] if id(parameter) not in ids_of_task]
+        if foreign:
             raise ConfigurationError(
-                f"{type(task).__name__}.configure_optimizers returned {type(optimizer).__name__} with {len(others)} "
-                f"parameter(s), the first of shape {tuple(others[0].shape)}, that do not belong to the task. Build "
+                f"{type(task).__name__}.configure_optimizers returned {type(optimizer).__name__} with {len(foreign)} "
+                f"parameter(s), the first of shape {tuple(foreign[0].shape)}, that do not belong to the task. Build "
                 "the optimizer in configure_optimizers from self.parameters(), because a strategy may replace the "
                 "parameters after __init__. Make every module that the optimizer trains an attribute of the task."
             )
@@ -51,8 +52,8 @@ def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], li
         The optimizers and the schedules, in the order in which `returned` contains them. Both are empty for None.
 
     Raises:
-        ConfigurationError: the result has an unknown type or key, an invalid interval or frequency, a scheduler without
-            the methods of one, or lacks the optimizer of a schedule.
+        ConfigurationError: the result has an unknown type or key, is an empty list, has an invalid interval or
+            frequency, a scheduler without the methods of one, or lacks the optimizer of a schedule.
     """
     optimizers: list[Optimizer] = []
     schedules: list[SchedulerConfig] = []
@@ -114,8 +115,11 @@ def _take_two_lists(
     schedules.extend(_schedule(entry, None, origin) for entry in entries if entry is not None)
 
 
-def _schedule(scheduler_or_dict: object, monitor: str | None, origin: str) -> SchedulerConfig:
-    """Parse a scheduler, or a dict with one and its options. `monitor` is used if the dict has none."""
+def _schedule(scheduler_or_dict: object, monitor_of_optimizer: str | None, origin: str) -> SchedulerConfig:
+    """Parse a scheduler, or a dict with one and its options.
+
+    `monitor_of_optimizer` is the `"monitor"` of the optimizer's dict. It is used if the scheduler's dict has none.
+    """
     entry: Mapping[str, Any]
     if isinstance(scheduler_or_dict, Mapping):
         entry = scheduler_or_dict
@@ -149,7 +153,7 @@ def _schedule(scheduler_or_dict: object, monitor: str | None, origin: str) -> Sc
             TrainwrightWarning,
             stacklevel=2,
         )
-    monitor = entry.get("monitor", monitor)
+    monitor = entry.get("monitor", monitor_of_optimizer)
     takes_metric = isinstance(scheduler, ReduceLROnPlateau) or bool(entry.get("reduce_on_plateau"))
     return SchedulerConfig(
         scheduler=scheduler,
@@ -166,7 +170,7 @@ def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig],
     """Check that the optimizer of each schedule was returned. Schedules without an `optimizer` are not checked."""
     for config in schedules:
         optimizer = getattr(config.scheduler, "optimizer", None)
-        was_returned = any(optimizer is each for each in optimizers)
+        was_returned = any(optimizer is returned for returned in optimizers)
         if optimizer is not None and not was_returned:
             raise ConfigurationError(
                 f"{origin}.configure_optimizers: {type(config.scheduler).__name__} belongs to an optimizer "
@@ -175,7 +179,10 @@ def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig],
 
 
 def _check_step(config: SchedulerConfig, origin: str) -> None:
-    """Check that `TaskModule.lr_scheduler_step` can call a schedule's `step`, which timm's require an epoch for."""
+    """Check that `TaskModule.lr_scheduler_step` can call a schedule's `step`.
+
+    It cannot for schedules of timm, for example, whose `step` requires an epoch.
+    """
     names = () if config.monitor is None else ("metric",)  # the arguments that `lr_scheduler_step` passes to `step`
     taken = parameters_taken_by(config.scheduler.step)
     num_required = sum(is_required for _, is_required in taken.positional)
@@ -190,6 +197,7 @@ def _check_step(config: SchedulerConfig, origin: str) -> None:
 
 
 def _unknown_form(returned: object, origin: str) -> ConfigurationError:
+    """Return the error for a result of `configure_optimizers` in an unknown form."""
     return ConfigurationError(
         f"{origin}.configure_optimizers returned {_forms(returned)}. Return an optimizer, a list of them, "
         "([optimizers], [schedulers]) with a list for each, a dict {'optimizer', 'lr_scheduler'}, a list of such "
@@ -227,7 +235,7 @@ class Schedules:
 
     Args:
         configs: the schedules. With manual optimization the task steps them itself.
-        task: the task, whose `lr_scheduler_step` is called; None without schedules.
+        task: the task, whose `lr_scheduler_step` is called. None if the stage has no task, and so no schedules.
 
     Attributes:
         configs: see above. Also contains the schedules that the task steps itself.
@@ -241,6 +249,7 @@ class Schedules:
     def __init__(self, configs: list[SchedulerConfig], task: TaskModule | None) -> None:
         self.configs = configs
         self._task = task
+        # The schedules that the loop steps.
         automatic = configs if task is not None and task.automatic_optimization else []
         if any(isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None for config in automatic):
             raise ConfigurationError(
@@ -309,16 +318,19 @@ class Schedules:
                 self._step(config, metrics)
 
     def _step(self, config: SchedulerConfig, metrics: Mapping[str, float]) -> None:
-        """Step a schedule through the task's `lr_scheduler_step`, unless a callback has paused it."""
+        """Step a schedule through the task's `lr_scheduler_step`, unless a callback has paused it.
+
+        Raises:
+            ConfigurationError: the schedule is shorter than the run, or see `after_step_metrics`.
+        """
         assert self._task is not None  # schedules come from a task
         if config.paused:
             return
         if config.monitor is None:
             try:
                 method_of(self._task, "lr_scheduler_step")(config.scheduler, None)
-            except (
-                ValueError
-            ) as error:  # OneCycleLR counts its own steps: "Tried to step 11 times. … total steps is 10"
+            except ValueError as error:
+                # OneCycleLR counts its own steps: "Tried to step 11 times. … total steps is 10".
                 if "total steps is" not in str(error):
                     raise
                 raise ConfigurationError(
@@ -344,7 +356,7 @@ class Schedules:
         return [scheduler_state(config.scheduler) for config in self.configs]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Load the result of `state_dict`."""
+        """Load the result of `state_dict`, which must have as many states as there are schedules."""
         for config, state in zip(self.configs, states, strict=True):
             config.scheduler.load_state_dict(state)
 

@@ -57,7 +57,7 @@ class StageProfiler:
         if not profiler.enabled:
             return
         # Loaders and steps are created later, and again during the stage.
-        self._data.on_made = partial(_wrap_data, profiler)
+        self._data.on_created = partial(_wrap_data, profiler)
         make_step = self._engine.make_step
         strategy = f"[Strategy]{type(self._engine.strategy).__name__}"
         vars(self._engine)["make_step"] = lambda parts: _wrap_step(make_step(parts), profiler, strategy)
@@ -91,7 +91,7 @@ class StageProfiler:
             return
         self._is_set_up = False
         vars(self._engine).pop("make_step", None)
-        self._data.on_made = None
+        self._data.on_created = None
         self.profiler.close()
         self.profiler.describe(print_line)
         self.profiler.teardown(self._stage)

@@ -166,9 +166,10 @@ class StageRun:
         processes = self.engine.processes
         progress = self.progress
         if processes.world_size > 1:
+            # A lambda, because some engines replace `data_ranks` later, in `prepare_task`.
             self.logs.exchange = lambda value: self.engine.data_ranks.gather(value)
             progress.run_id = processes.broadcast_object(progress.run_id)
-        if progress.seed is None:
+        if progress.seed is None:  # the user has passed none; each process has another initial seed
             progress.seed = processes.broadcast_object(torch.initial_seed())
         if processes.world_size > 1:
             self.hooks.print(f"trainwright: {describe(topology)}")
@@ -182,7 +183,8 @@ class StageRun:
         hooks = self.hooks
         engine = self.engine
         assert stage is not None
-        is_trained = task.global_step > 0  # by the task's last Trainer, which the next line replaces
+        # `global_step` is read from the task's last Trainer, which the next line replaces.
+        is_trained = task.global_step > 0
         task.trainer = self.trainer
         if not self.is_trial:
             hooks.callbacks = with_task_callbacks(hooks.callbacks, task)
@@ -209,7 +211,8 @@ class StageRun:
         # Sort the schedules again, because the engine may have changed their intervals.
         self.loop.schedules = Schedules(self.loop.schedules.configs, task)
         self.profiler.watch_modules(task)
-        self.loop.count_tokens |= "tokens" in self.settings.units
+        if "tokens" in self.settings.units:  # a callback may have set it already, so it is never set to False
+            self.loop.count_tokens = True
         self.logs.make_group()
         if opened is not None:
             self.loads.load(opened)
@@ -232,17 +235,18 @@ class StageRun:
     def _prepare_data_and_set_up(self, stage: Stage, *, is_trained: bool) -> None:
         """Call `prepare_data` on one rank per node or on rank 0, then `setup` on every rank. Collective.
 
-        `setup` is called in Lightning's order: the data module, the callbacks, the task.
+        `setup` is called in Lightning's order: the data module, the callbacks, the task. `is_trained` says whether the
+        task has been trained before this stage.
         """
         task = self.task
         datamodule = self.data.datamodule
         processes = self.engine.processes
         profile = self.profiler.profiler.profile
-        owners: list[Any] = [task]
+        owners_of_data: list[Any] = [task]
         if datamodule is not None:
             datamodule.trainer = self.trainer
-            owners = [datamodule, task]
-        for owner in owners:
+            owners_of_data = [datamodule, task]
+        for owner in owners_of_data:
             per_node = getattr(owner, "prepare_data_per_node", True)
             prepares_here = processes.local_rank == 0 if per_node else self.engine.is_main
             if prepares_here:
@@ -253,6 +257,8 @@ class StageRun:
         if datamodule is not None:
             method_of(datamodule, "setup")(stage)
         self.hooks.fire("setup", stage)
+        # The task's `setup` and `configure_model` may replace trained weights. `prepare_task` of the engine calls the
+        # function after both.
         if is_trained:
             self.engine.when_configured = watch_trained_weights(self.hooks, stage)
         with profile(f"[TaskModule]{type(task).__name__}.setup"):
@@ -301,9 +307,10 @@ class StageRun:
         is_users_script = script.suffix == ".py" and script.name != "__main__.py"  # not `python -m package`
         code_folder = script.parent if is_users_script and script.is_file() else Path.cwd()
         hyperparameters: dict[str, Any] = {}
-        for owner in (self.data.datamodule, self.task):
+        for owner in (self.data.datamodule, self.task):  # the task's replace those of the data module
             if owner is not None:
-                hyperparameters |= kept_and_left_out(owner.hparams)[0]
+                serializable, _ = kept_and_left_out(owner.hparams)
+                hyperparameters.update(serializable)
         return {
             "run_id": self.progress.run_id,
             "resumed_from": None if self.loads.origin is None else str(self.loads.origin),
@@ -365,7 +372,10 @@ class StageRun:
         hooks = self.hooks
 
         def finish_logs(_kind: object, error: BaseException | None, _trace: object) -> None:
-            self.logs.finish("failed" if status == "success" and error is not None else status)
+            status_of_logs = status
+            if status == "success" and error is not None:
+                status_of_logs = "failed"
+            self.logs.finish(status_of_logs)
 
         # The stack runs in reverse: data, saves, teardown hooks of the data module, callbacks and task, loggers,
         # profiler, message, engine. Saves end before the loggers, which receive the last checkpoints, and before the
@@ -396,17 +406,26 @@ class StageRun:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of one training epoch on one rank; infinite if the loader has no length."""
+        """Micro-batches of one training epoch on one rank, after `limit_train_batches`. Infinite if unknown.
+
+        Creates the training loader if necessary.
+        """
         num_batches = self.data.train().num_batches
         return math.inf if num_batches is None else num_batches
 
     def num_batches(self, kind: str) -> list[int | float]:
-        """Return the number of batches of each loader of an evaluation on one rank. Empty before they are created."""
+        """Return the number of batches of each loader of an evaluation on this rank; infinite if unknown.
+
+        The list is empty before the loaders are created. `kind` is `"validate"`, `"test"` or `"predict"`.
+        """
         data = self.data.evaluations.get(kind)
         return [] if data is None else data.num_batches
 
     def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
-        """Return the data set indices of this rank's batches in the current evaluation; see `Run`."""
+        """Return the data set indices of this rank's batches in the current evaluation; see `Run`.
+
+        None if no evaluation runs, or if the user's own sampler or data set determines the indices.
+        """
         data = self.data.evaluations.get(self.evaluation.kind or "")
         return None if data is None else data.loaders[dataloader_idx].indices()
 
@@ -414,8 +433,8 @@ class StageRun:
     def estimated_stepping_batches(self) -> int | float:
         """Total number of optimizer steps of `fit` by `max_epochs` and `max_steps`.
 
-        Infinite without `max_steps` if `max_epochs` is None or the loader has no length. Learning-rate schedules in
-        `configure_optimizers` may need it. Creates the training loader if necessary.
+        Infinite without `max_steps` if `max_epochs` is None or the length of an epoch is unknown. Learning-rate
+        schedules in `configure_optimizers` may need it. Creates the training loader if necessary.
         """
         limits = self.settings.limits
         max_steps = math.inf if limits.max_steps == -1 else limits.max_steps
@@ -457,7 +476,10 @@ class StageRun:
 
 
 def _check_depth(task: TaskModule) -> None:
-    """Check that torch can visit all modules of the task, before the engine does, which would fail again at its end."""
+    """Raise an error if the task's modules are nested too deeply for torch to visit them.
+
+    Called before the engine visits them: an engine that fails there also fails when it closes.
+    """
     try:
         for _ in task.modules():
             pass

@@ -257,10 +257,11 @@ class Trainer(LightningNames):
             auto_requeue=auto_requeue,
             on_interrupt=on_interrupt,
         )
-        self.settings = settings = configure(arguments)
+        settings = configure(arguments)
+        self.settings = settings
         self.progress = RunProgress(RunState(self), settings.arguments.seed)  # all stages continue it
         self.verb: Stage | None = None  # the current or last stage
-        self.status = "initializing"  # see TrainerStatus
+        self.status = "initializing"  # of the current or last stage; see TrainerStatus
         # Before the first stage, a run without a stage provides the attributes. Each stage replaces it.
         self.run = StageRun(self, settings, self.progress)
         if settings.preemption_grace_s is not None:
@@ -477,8 +478,8 @@ class Trainer(LightningNames):
             if self.settings.selection.starts_processes and not started_by_trainer():
                 from trainwright.trainer.ray_stage import run_in_new_processes  # most runs have their processes
 
-                involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
-                work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
+                involved = [task, sources.datamodule, *sources.loaders.values(), *self.callbacks, *self.loggers]
+                work = partial(Trainer._run_in_process, self, stage, task, sources, load, make_loop, is_trial)
                 result = run_in_new_processes(self, work, involved)
             else:
                 with on_this_process(run, load):
@@ -504,7 +505,7 @@ class Trainer(LightningNames):
                 self.status = last_status
 
     def _raises_interrupts(self) -> bool:
-        """Return whether a KeyboardInterrupt is raised by the stage's method. Otherwise the method returns."""
+        """Return whether a stage's method raises the KeyboardInterrupt of Ctrl-C. Otherwise the method returns."""
         on_interrupt = self.settings.arguments.on_interrupt
         if on_interrupt is None:
             return not is_interactive()
@@ -517,7 +518,11 @@ class Trainer(LightningNames):
         return run
 
     def _begin(self, stage: Stage, task: TaskModule, sources: Sources, is_trial: bool) -> StageRun:
-        """Create the run of a stage and set `run`, `verb` and `status`."""
+        """Create the run of a stage and set `run`, `verb` and `status`.
+
+        Raises:
+            ConfigurationError: a stage is running; see `nothing_else_runs`.
+        """
         with nothing_else_runs(stage, self.run, task):
             progress = self.progress.for_trial(RunState(self, self.state)) if is_trial else self.progress
             self.run = StageRun(self, self.settings, progress, stage, task, sources, is_trial=is_trial)
@@ -525,7 +530,7 @@ class Trainer(LightningNames):
         self.status = "running"
         return self.run
 
-    def _elsewhere(
+    def _run_in_process(
         self, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
     ) -> Any:
         """Run a stage in one of the processes that this Trainer uses, including this one."""
@@ -535,10 +540,11 @@ class Trainer(LightningNames):
             return make_loop(run).run()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude the state of a stage, so that a Trainer can be sent to another process."""
+        """Exclude the run of a stage, so that a Trainer can be sent to another process."""
         return {**vars(self), "run": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state, with a run without a stage as before the first stage."""
         vars(self).update(state)
         self.progress.state = RunState(self, self.progress.state)  # a pickled RunState is a plain TrainState
         self.run = StageRun(self, self.settings, self.progress)
@@ -623,8 +629,8 @@ class Trainer(LightningNames):
     ) -> Path:
         """Write and publish a checkpoint, between two training steps or after a stage. Collective.
 
-        After a stage other than `fit` the checkpoint contains only weights, and a warning is issued. If a fit has ended
-        within a step, the checkpoint contains the state of the previous step.
+        After a stage other than `fit` the checkpoint contains only weights, and a warning is issued unless
+        `weights_only=True`. If a fit has ended within a step, the checkpoint contains the state of the previous step.
 
         Args:
             filepath: path or URL. With a URL, the local folder is below `default_root_dir/checkpoints`.
@@ -636,7 +642,9 @@ class Trainer(LightningNames):
 
         Raises:
             ConfigurationError: no stage has run yet, a training step is in progress, a fit ended while optimizers
-                were stepping, or `storage_options` is given for a path.
+                were stepping or within a step on batches of a stateful loader, or `storage_options` is given for a
+                path.
+            NonFiniteError: a loss or gradient since the last check was not finite (`on_nonfinite`).
             OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
@@ -662,5 +670,5 @@ class Trainer(LightningNames):
         """Run trial steps and restore all state; see `Run.trial_steps`."""
         from trainwright.trainer.search.trial import StageTrialSteps  # few runs use it
 
-        show = partial(setattr, self, "run")
+        show = partial(setattr, self, "run")  # the attributes of the Trainer then describe the run of a trial
         return StageTrialSteps(self.run, show, partial(RunState, self), alone=alone, remakes_loaders=remakes_loaders)

@@ -40,7 +40,7 @@ class CheckpointContents:
         data: provides the position in the training data.
         loop: provides the schedules and the check of losses.
         logs: provides metrics and loggers.
-        evaluation: provides metric objects of an unfinished validation, which are left out.
+        evaluation: provides the metric objects of an unfinished validation, which checkpoints omit.
 
     Attributes:
         attempt: the launcher's attempt that the fit belongs to. `StageRun.join` sets it.
@@ -68,7 +68,7 @@ class CheckpointContents:
     def half_done(self) -> str | None:
         """Return why the current state cannot be saved as the state after the last completed step; None if it can.
 
-        It can also be saved within the next step, until an optimizer begins to step.
+        It can also be saved within the next step, until an optimizer begins to step, for engines with `state_rests`.
 
         Returns:
             A clause for messages, which follows "while".
@@ -79,7 +79,7 @@ class CheckpointContents:
         # Without `state_rests`, weights may change also while gradients are computed.
         if phase is Phase.WEIGHTS or not self._engine.capabilities.state_rests:
             return "an optimizer was stepping, so some weights may be updated and others not"
-        if self._data.made is not None and self._data.made.loader.stateful:
+        if self._data.train_data is not None and self._data.train_data.loader.stateful:
             return "its stateful loader had already read the batches of the next step, which was not completed"
         return None
 
@@ -100,7 +100,7 @@ class CheckpointContents:
         self._engine.begin_save()
 
         def gather_states() -> list[dict[str, Any]]:
-            return [] if weights_only else self._engine.processes.gather_object(self._own_state())
+            return [] if weights_only else self._engine.processes.gather_object(self._state_of_this_rank())
 
         return self._collect(gather_states, weights_only=weights_only, metrics=dict(self._logs.callback_metrics))
 
@@ -111,7 +111,7 @@ class CheckpointContents:
         other ranks.
 
         Args:
-            metrics: metrics to store. Empty stores the current `callback_metrics`.
+            metrics: metrics to store. The current `callback_metrics` are not read, because the device may have failed.
 
         Raises:
             CheckpointError: the weights are sharded across ranks, or a loss or gradient of this rank was not finite.
@@ -128,10 +128,10 @@ class CheckpointContents:
                 "other ranks may have failed. Earlier checkpoints are complete."
             )
 
-        def only_own_state() -> list[dict[str, Any]]:
-            return [self._own_state()] if world_size == 1 else []
+        def state_without_communication() -> list[dict[str, Any]]:
+            return [self._state_of_this_rank()] if world_size == 1 else []
 
-        return self._collect(only_own_state, weights_only=world_size > 1, metrics=metrics)
+        return self._collect(state_without_communication, weights_only=world_size > 1, metrics=metrics)
 
     def num_bytes_here(self) -> int:
         """Return the approximate size in bytes of a checkpoint's tensors in this rank's host memory. Not collective."""
@@ -139,7 +139,7 @@ class CheckpointContents:
         for optimizer in self._engine.optimizers:
             for state in optimizer.state.values():
                 tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        distinct = {id(tensor): tensor for tensor in tensors}  # tied weights count once
+        distinct = {id(tensor): tensor for tensor in tensors}  # tied weights count once; `==` compares their values
         num_bytes = 0
         for tensor in distinct.values():
             if tensor.device.type == "cpu" and tensor.layout is torch.strided:
@@ -159,8 +159,8 @@ class CheckpointContents:
         objects = objects_state(task, without=self._evaluation.own_objects)
         return {"logged": self._logs.metrics.state_dict(task), "objects": objects}
 
-    def _own_state(self) -> dict[str, Any]:
-        """Return the state of this rank alone: random generators, stateful loader and metrics of the epoch."""
+    def _state_of_this_rank(self) -> dict[str, Any]:
+        """Return the state that differs between ranks: random generators, stateful loader and metrics of the epoch."""
         return {
             "rng": rng_state(self._engine.device),
             "loader": self._data.loader_state(),
@@ -170,7 +170,13 @@ class CheckpointContents:
     def _collect(
         self, gather_states: Callable[[], list[dict[str, Any]]], *, weights_only: bool, metrics: dict[str, float]
     ) -> Snapshot:
-        """Collect the state of the run. `gather_states` returns the `_own_state` of each rank."""
+        """Collect the state of the run.
+
+        Args:
+            gather_states: returns the `_state_of_this_rank` of each rank; empty for a checkpoint with weights only.
+            weights_only: exclude optimizers, progress and generators.
+            metrics: metrics to store.
+        """
         engine = self._engine
         task = self._hooks.task
         if any(type(parameter).__module__.startswith("torchao.") for parameter in task.parameters()):
@@ -207,12 +213,13 @@ class CheckpointContents:
     def _progress_entries(self) -> dict[str, Any]:
         """Return the training progress, including whether a validation is still due."""
         state = self._progress.state
-        owed = state.validation_owed or (self._loop.owes_validation(state) and self._data.has_validation)
-        return {**state.to_dict(), "validation_owed": owed}
+        # `validation_owed` is True while a validation runs. Before it begins, the schedule decides.
+        is_owed = state.validation_owed or (self._loop.owes_validation(state) and self._data.has_validation)
+        return {**state.to_dict(), "validation_owed": is_owed}
 
     def _task_entries(self, shown: ShownCheckpoint) -> dict[str, Any]:
         """Return the entries of every checkpoint: hyper-parameters, and the entries that hooks have added."""
-        added = shown.own
+        added = shown.own  # also has the hyper-parameters, which hooks may have changed
         hyperparameters = added.pop(HYPER_PARAMETERS, {})
         descriptions: dict[str, str] = {}
         if added and is_replaced("lightning"):
@@ -226,7 +233,7 @@ class CheckpointContents:
         """Return the entries that only a full checkpoint has.
 
         Args:
-            states_by_rank: the `_own_state` of each rank.
+            states_by_rank: the `_state_of_this_rank` of each rank.
         """
         engine = self._engine
         progress = self._progress

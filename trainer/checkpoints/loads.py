@@ -88,7 +88,7 @@ class Loads:
         """Find and read the checkpoint that the stage starts from, on every rank. Collective.
 
         Returns:
-            None without a checkpoint.
+            The checkpoint, or None if the stage starts without one.
 
         Raises:
             FileNotFoundError, ConfigurationError, CheckpointError: see `CheckpointSearch` and `Opened.read`.
@@ -128,7 +128,11 @@ class Loads:
             raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={limit}. Increase max_epochs.")
 
     def load(self, opened: Opened) -> None:
-        """Load an opened checkpoint into the stage after its setup: the full state or only the weights. Collective."""
+        """Load an opened checkpoint into the stage after its setup: the full state or only the weights. Collective.
+
+        Raises:
+            CheckpointError: see `resume`; or weights are missing, unexpected or have another shape.
+        """
         self.ckpt_path = str(opened.path)
         if self._stage is not None and opened.request.resumes(self._stage):
             self.resume(opened)
@@ -152,6 +156,7 @@ class Loads:
         state = self._progress.state
         if state.epoch_done:
             state.begin_next_epoch()
+            # None is the start of an epoch. The saved position is the end of the previous one.
             if self._data.place is not None:
                 self._data.place["position"] = None
 
@@ -291,29 +296,35 @@ class Loads:
                 stacklevel=2,
             )
 
-    def restore_metrics(self, of_ranks: list[dict[str, Any]], origin: object) -> None:
+    def restore_metrics(self, states_by_rank: list[dict[str, Any]], origin: object) -> None:
         """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`.
 
         Args:
-            of_ranks: the `metrics_state` of each data rank.
+            states_by_rank: the `CheckpointContents.metrics_state` of each data rank of the saved run.
             origin: their source, for the warning.
         """
         metrics = self._logs.metrics
         task = self._hooks.task
         device = self._engine.device
         ranks = self._engine.data_ranks
-        if len(of_ranks) == ranks.size:
-            own_state = of_ranks[ranks.rank]
-            metrics.load_state_dict(own_state["logged"], device, task)
-            lost = load_objects_state(task, own_state["objects"], device)
+        lost: list[str]  # metric objects of the saved run that are not restored
+        if len(states_by_rank) == ranks.size:
+            state_of_this_rank = states_by_rank[ranks.rank]
+            metrics.load_state_dict(state_of_this_rank["logged"], device, task)
+            lost = load_objects_state(task, state_of_this_rank["objects"], device)
         else:  # another number of data ranks: logged values can be merged, metric objects cannot
-            lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
-            if ranks.rank == 0:  # one rank continues from the merged aggregates of all saved ranks
-                states_by_key: dict[Any, list[Any]] = {}
-                for of_rank in of_ranks:
-                    for key, state in of_rank["logged"].items():
-                        states_by_key.setdefault(key, []).append(state)
-                merged = {key: merge(states) for key, states in states_by_key.items()}
+            names: set[str] = set()
+            for state in states_by_rank:
+                names.update(state["objects"])
+            lost = sorted(names)
+            # Only one rank continues from the aggregates of all saved ranks. The end of the epoch merges all ranks, so
+            # each aggregate counts once.
+            if ranks.rank == 0:
+                aggregates_by_key: dict[Any, list[Any]] = {}
+                for state in states_by_rank:
+                    for key, aggregate in state["logged"].items():
+                        aggregates_by_key.setdefault(key, []).append(aggregate)
+                merged = {key: merge(aggregates) for key, aggregates in aggregates_by_key.items()}
                 metrics.load_state_dict(merged, device)
         if lost and self._engine.is_main:
             warnings.warn(
@@ -329,14 +340,15 @@ class Loads:
         """Restore optimizers and schedules now, or after `on_fit_start` if callbacks must first create their groups."""
 
         def restore() -> None:
-            not_restored = self._restore_optimizers(opened)
-            self._restore_schedules(saved, not_restored)
+            fresh_optimizers = self._restore_optimizers(opened)
+            self._restore_schedules(saved, fresh_optimizers)
 
         states = opened.snapshot.optimizers
         optimizers = self._engine.optimizers
         if self._hooks.table.on_fit_start and len(states) == len(optimizers):
             for state, optimizer in zip(states, optimizers, strict=True):
-                saved_groups = state.get("groups", state.get("param_groups", []))  # as torch names them in old files
+                # Checkpoints of early versions contain torch's `param_groups`.
+                saved_groups = state.get("groups", state.get("param_groups", []))
                 if len(saved_groups) != len(optimizer.param_groups):
                     self._loop.restore_after_fit_start = restore
                     return
@@ -363,26 +375,27 @@ class Loads:
                 )
             warnings.warn(f"{text} They start from scratch.", TrainwrightWarning, stacklevel=3)
             return optimizers
-        not_restored: list[Optimizer] = []
+        fresh_optimizers: list[Optimizer] = []
         for optimizer, state in zip(optimizers, states, strict=True):
             try:
                 self._engine.state.load_optimizer_state(optimizer, state)
             except CheckpointError as error:
                 if not may_miss:
                     raise
-                not_restored.append(optimizer)
+                fresh_optimizers.append(optimizer)
                 text = f"{path}: {error} {type(optimizer).__name__} starts from scratch."
                 warnings.warn(text, TrainwrightWarning, stacklevel=3)
-        return not_restored
+        return fresh_optimizers
 
-    def _restore_schedules(self, saved: Entries, not_restored: Sequence[Optimizer]) -> None:
-        """Restore the learning-rate schedules. Set their rates on the optimizers that were not restored.
+    def _restore_schedules(self, saved: Entries, fresh_optimizers: Sequence[Optimizer]) -> None:
+        """Restore the learning-rate schedules. Set their rates on the optimizers that start from scratch.
 
         Raises:
-            CheckpointError: the checkpoint has no schedules, or others.
+            CheckpointError: the checkpoint has no schedules, or another number of schedules, and `allow_missing` does
+                not permit it.
         """
         states = saved.take("schedulers", None)
-        if states is None:  # which `allow_missing` permits
+        if states is None:  # missing, which `allow_missing` permits: the schedules start from scratch
             return
         configs = self._loop.schedules.configs
         if len(states) != len(configs):
@@ -397,11 +410,13 @@ class Loads:
         self._loop.schedules.load_state_dict(states)
         for schedule in schedules:
             optimizer = getattr(schedule, "optimizer", None)
-            if any(optimizer is each for each in not_restored):
+            # By identity, because an optimizer may define `==`.
+            if any(optimizer is fresh for fresh in fresh_optimizers):
                 _set_rates(optimizer, schedule)
 
 
 def _set_rates(optimizer: Any, schedule: Any) -> None:
+    """Set the current learning rates of a schedule on its optimizer, in place."""
     # Most schedules compute the next rate from the optimizer's, which is the initial one in a new optimizer.
     for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
         if isinstance(group["lr"], torch.Tensor):
@@ -495,8 +510,13 @@ class Entries:
             self._warn(f"holds no state of {name}, which this run has: it starts from scratch.")
 
     def restore_engine(self, engine: Engine) -> None:
-        """Restore the engine's own state (the loss scale)."""
-        # The key in the file is "strategy". Users name its parts in allow_missing, such as "scaler".
+        """Restore the engine's own state (the loss scale).
+
+        Raises:
+            CheckpointError: the checkpoint was written with the same precision and lacks a part of that state, which
+                `allowed` does not contain.
+        """
+        # The entry is "strategy", for example {"scaler": {"scale": 65536.0, …}}. `allow_missing` names its keys.
         saved: Mapping[str, Any] = self.required("strategy")
         precision = engine.precision.name
         saved_precision = self._saved.get("precision")
@@ -532,12 +552,12 @@ class Entries:
         if loggers is None:
             return
         # Each state has the name of its logger's class under "logger". A run may have several loggers of one class.
-        saved_classes = [state.get("logger") for state in saved]
-        for own_state in loggers.state_dict():
-            class_name = own_state["logger"]
+        saved_classes = [saved_state.get("logger") for saved_state in saved]
+        for state in loggers.state_dict():
+            class_name = state["logger"]
             if class_name in saved_classes:
                 saved_classes.remove(class_name)
-            elif len(own_state) > 1:  # it has state besides its class name
+            elif len(state) > 1:  # it has state besides its class name
                 self._warn_new("loggers", f"the {class_name}")
         loggers.load_state_dict(saved)
 

@@ -39,7 +39,12 @@ from trainwright.trainer.loop_state import LoopState
 
 
 class _Published(NamedTuple):
-    """A checkpoint that is complete on the disk. `is_best`: it was the best one when it was requested."""
+    """A checkpoint that is complete on the disk.
+
+    Attributes:
+        path: its folder.
+        is_best: it was the best checkpoint when it was requested.
+    """
 
     path: Path
     is_best: bool
@@ -61,7 +66,7 @@ class Saves:
         loop: its next check, after the current step, executes requests.
         logs: receives published checkpoints.
         profiler: records saves.
-        is_trial: write nothing, for trial steps.
+        is_trial: discard requests and actions, for trial steps.
 
     Attributes:
         writer: writes checkpoints in a thread. None with `async_save=False` and for trial steps.
@@ -98,6 +103,7 @@ class Saves:
         self._profiler = profiler
         self._is_trial = is_trial
         self._states = StateWriter(engine, self.writer)
+        # For the end of the current step. `execute_requests` and `forget_requests` empty both.
         self._actions: list[Callable[[], None]] = []
         self._requests: list[SaveRequest] = []
         self._reserved_names = contextlib.ExitStack()  # closing it frees the names
@@ -135,6 +141,12 @@ class Saves:
         """Execute all requests: first actions, which may request checkpoints, then saves. Collective.
 
         `callback_metrics` is updated with this step's values first. Loggers receive them at their own interval.
+
+        Raises:
+            OSError, CheckpointError: this or an earlier checkpoint could not be written. Raised on every rank, unless
+                `on_save_error="warn"`.
+            NonFiniteError: see `CheckpointContents.collect`.
+            RollBack, RollbackError: an action requested a rollback.
         """
         self._logs.show_pending()
         if self._actions and self.writer is not None:
@@ -166,9 +178,9 @@ class Saves:
     def _reserving_names(self) -> Iterator[None]:
         """Reserve the names of the checkpoints that actions request within the context. Not collective.
 
-        The folders are locked meanwhile, because a callback chooses a name that no other run has: between its look at
-        the folder and the reservation, another run could choose the same name. The names stay reserved until the next
-        call, or until the saves are finished.
+        A callback reads the folder to choose a name that no other run has. The folders are locked until the names are
+        reserved, because another run could choose the same name in between. The names stay reserved until the next
+        call, or until the saves are finished. If an action raises an error, no name is reserved.
         """
         if not self._engine.is_main:
             yield
@@ -178,7 +190,7 @@ class Saves:
         with contextlib.ExitStack() as locks:
             for folder in sorted(folders):  # in the same order in all runs, so that they cannot block each other
                 locks.enter_context(lock_folder(folder))
-            self._reserved_names.close()
+            self._reserved_names.close()  # of the last call; those checkpoints have been written
             yield
             for request in self._requests:
                 folder = self._places.of_request(request).parent
@@ -260,6 +272,7 @@ class Saves:
         Raises:
             ConfigurationError: `storage_options` was passed with a path.
             OSError, CheckpointError: this or an earlier checkpoint could not be written. Raised on every rank.
+            NonFiniteError: see `CheckpointContents.collect`.
         """
         _check_storage_options(place, storage_options)
         if self._is_trial:
@@ -276,9 +289,9 @@ class Saves:
                 )
         path = self._places.local_path(str(place)) if is_url(place) else Path(place).expanduser()
 
-        def upload(path: Path) -> None:
+        def upload(written: Path) -> None:
             if is_url(place):
-                self._places.upload(path, str(place), storage_options)
+                self._places.upload(written, str(place), storage_options)
 
         with self._engine.reunited():
             self._engine.processes.meet("save_checkpoint()")
@@ -330,7 +343,7 @@ class Saves:
         for name in request.remove:
             replaced = path.parent / name
             if request.remote is not None and not replaced.exists():
-                continue  # written on another machine before a resume
+                continue  # it was written on another machine before a resume
             if request.link is not None and replaced.is_symlink():
                 replaced.unlink(missing_ok=True)  # the link that the new one replaces
                 continue
@@ -366,6 +379,7 @@ class Saves:
         self._report()
 
     def _wait_and_report(self) -> None:
+        """Wait for the previous save on this rank and report it. Called before the next save writes files."""
         self._wait()
         self._report()
 
@@ -380,7 +394,8 @@ class Saves:
     def _tolerate(self, error: Exception) -> None:
         """Raise the error of a failed save, or store it as a warning.
 
-        It becomes a warning with `on_save_error="warn"`, or if the process is ending and has dropped other saves.
+        It becomes a warning with `on_save_error="warn"`, on the main rank only, or if the process is ending and has
+        dropped other saves. `_report` issues the warnings.
         """
         if self.writer is not None and self.writer.has_dropped:
             self._warnings.append(str(error))

@@ -44,9 +44,8 @@ class CheckpointSearch:
         self._hooks = hooks
         self._has_trained = has_trained
         self._parts = request.parts(stage)  # only their files are verified
-        self._kind: Kind | None = (
-            "full" if request.resumes(stage) else None
-        )  # None: a full one or one with weights only
+        # The required kind. None accepts a full checkpoint and one with weights only.
+        self._kind: Kind | None = "full" if request.resumes(stage) else None
 
     def on_all_ranks(self, processes: Processes) -> FoundCheckpoint | None:
         """Return the requested checkpoint on every rank. Rank 0 chooses it; all ranks hash its files. Collective.
@@ -74,6 +73,7 @@ class CheckpointSearch:
         return processes.on_main_rank(find, "find a checkpoint to load", hashing)
 
     def _find(self, hash_files: HashFiles) -> FoundCheckpoint | None:
+        """Return the requested checkpoint, or None to use the current weights. Called on rank 0, as all below."""
         ckpt_path = self._request.ckpt_path
         if ckpt_path is None:
             return None
@@ -98,7 +98,12 @@ class CheckpointSearch:
         return found
 
     def _last(self, hash_files: HashFiles) -> FoundCheckpoint | None:
-        """Return the newest checkpoint of the run's folder and its remote folder."""
+        """Return the newest checkpoint of the run's folder and its remote folder, or None if `fit` finds none.
+
+        Raises:
+            CheckpointNotFoundError: no checkpoint is valid, and either the stage is not `fit`, or all checkpoints are
+                damaged or hold weights only.
+        """
         folder = self._places.folder
         local = self._places.run_folder.newest(
             accepts=lambda found: self._kind in (None, found.manifest.kind),
@@ -124,7 +129,7 @@ class CheckpointSearch:
         )
 
     def _best_or_current_weights(self, hash_files: HashFiles) -> FoundCheckpoint | None:
-        """Return the best checkpoint, or None if the user has named none and there is none."""
+        """Return the best checkpoint, or None if the request is implied and no ModelCheckpoint has a best one."""
         saver = self._monitored_saver()
         if self._request.implied and saver is None:
             return None
@@ -145,10 +150,10 @@ class CheckpointSearch:
 
     def _best(self, hash_files: HashFiles) -> FoundCheckpoint:
         """Return the best checkpoint, or with `on_damaged="fall_back"` the best checkpoint that is not damaged."""
-        flaws: list[str] = []
-        for name in self._ranked():
+        flaws: list[str] = []  # messages about better checkpoints that are damaged
+        for place in self._ranked():
             try:
-                found = open_checkpoint(self._places.on_this_machine(name))
+                found = open_checkpoint(self._places.on_this_machine(place))
                 check_checkpoint(
                     found,
                     parts=self._parts,
@@ -162,7 +167,7 @@ class CheckpointSearch:
                 flaws.append(str(error))
                 continue
             if flaws:
-                text = f"{' '.join(flaws)} Falling back to {name}, the best valid checkpoint."
+                text = f"{' '.join(flaws)} Falling back to {place}, the best valid checkpoint."
                 warnings.warn(text, TrainwrightWarning, stacklevel=2)
             return found
         raise CheckpointError(
@@ -178,8 +183,9 @@ class CheckpointSearch:
         saver = self._monitored_saver() or self._hooks.saver
         if saver is not None and saver.best_model_path:
             scores = saver.best_k_models
-            others = sorted(scores, key=scores.__getitem__, reverse=saver.mode == "max")
-            return list(dict.fromkeys([saver.best_model_path, *others]))
+            ranked = sorted(scores, key=scores.__getitem__, reverse=saver.mode == "max")
+            # The callback's best one comes first. It is usually in `ranked` too, whose second mention is removed.
+            return list(dict.fromkeys([saver.best_model_path, *ranked]))
         if self._has_trained:
             raise ConfigurationError(
                 f"{self._stage}(ckpt_path='best'): no ModelCheckpoint of this Trainer has a best checkpoint yet. Pass "
@@ -283,7 +289,9 @@ class SharedHashing:
             CheckpointError: a rank cannot read one of its files.
         """
         shares = fair_shares([path.stat().st_size for path in paths], self._processes.world_size)
-        names_by_rank = [[str(paths[i]) for i in share] for share in shares]
+        names_by_rank: list[list[str]] = []
+        for share in shares:
+            names_by_rank.append([str(paths[i]) for i in share])
         self._processes.broadcast_object(names_by_rank)
         hashes_by_rank = self._processes.gather_object(_hash_share([paths[i] for i in shares[0]]))
         hashes = [""] * len(paths)
@@ -300,7 +308,7 @@ class SharedHashing:
     def serve(self) -> None:
         """Hash the files that are assigned to this rank. Collective; blocks until rank 0 calls `dismiss`."""
         while True:
-            names_by_rank = self._processes.broadcast_object(None)
+            names_by_rank = self._processes.broadcast_object(None)  # the value of rank 0; the argument is ignored
             if names_by_rank is None:
                 return
             paths = [Path(name) for name in names_by_rank[self._processes.rank]]

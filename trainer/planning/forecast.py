@@ -275,7 +275,7 @@ def _tokens_of_first_batch(loader: PreparedLoader, task: TaskModule) -> int | No
 
 def _why_not_read(sources: Sources, task: TaskModule, *, is_set_up: bool) -> str | None:
     """Return the reason why the training data cannot be read before the fit, or None."""
-    if "train" in sources.given:
+    if "train" in sources.loaders:
         return None
     data = sources.datamodule
     owner: DataModule | TaskModule = task

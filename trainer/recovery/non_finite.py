@@ -27,7 +27,7 @@ _MAX_SHOWN_SAMPLES = 16
 _MAX_RECORDED_SAMPLES = 256  # of each rank
 _NUM_SINGLE_WARNINGS = 5  # the first skipped steps warn one by one, later ones at the 8th, 16th, 32nd, …
 
-Ids = list[int | str]
+Ids = list[int | str]  # the results of `PreparedLoader.indices_in`
 
 
 def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
@@ -45,9 +45,10 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
         if skipped.stop is None:  # up to the end of the epoch
             ahead.append(skipped)
             continue
-        # A loader that cannot count in the unit of an entry skips none of it: `overlaps` is False.
-        has_passed = position.get(skipped.unit, skipped.stop) >= skipped.stop
-        if not has_passed:
+        # For example, position={"batch": 3, "samples": 24} and an entry from sample 40 to 48: it is still ahead.
+        # A loader that cannot count in the unit of an entry skips none of it, as `SkippedData.overlaps` would be False.
+        is_countable = skipped.unit in position
+        if is_countable and position[skipped.unit] < skipped.stop:
             ahead.append(skipped)
     run.loop.guard = None
     if run.settings.arguments.on_nonfinite is None and not ahead:
@@ -66,7 +67,7 @@ class GuardedStep:
     Args:
         run: the run. With `on_nonfinite=None`, data is skipped but values are not checked.
         loader: the training loader of the current epoch.
-        ahead: data of this epoch to skip. Other data than steps with non-finite values is here after a rollback.
+        ahead: data of this epoch to skip. After a rollback, it also contains data without non-finite values.
     """
 
     def __init__(self, run: StageRun, loader: PreparedLoader, ahead: Sequence[SkippedData]) -> None:
@@ -83,6 +84,7 @@ class GuardedStep:
         elif mode is not None:
             self._buffers = BufferCopies(run.task)
         # For losses that are checked later: step since the last check → index of its first batch, number of batches.
+        # `check` clears it.
         self._places: dict[int, tuple[int, int]] = {}
 
     def __call__(self, group: Group) -> torch.Tensor | None:
@@ -127,7 +129,12 @@ class GuardedStep:
             return
         # Each rank has its own first step with a non-finite value, or None. The earliest of them is reported.
         seen_by_rank = self._run.engine.processes.gather_object(self._first.read())
-        step = min(seen[0] for seen in seen_by_rank if seen is not None)
+        steps: list[int] = []
+        for seen in seen_by_rank:
+            if seen is not None:
+                step_of_rank, _ = seen
+                steps.append(step_of_rank)
+        step = min(steps)
         first_batch, num_batches = self._places.get(step, (0, 1))
         values_by_rank = [self._of_step(step, seen) for seen in seen_by_rank]
         bad_step = self._combine(step, first_batch, num_batches, values_by_rank)
@@ -139,10 +146,16 @@ class GuardedStep:
 
     @staticmethod
     def _of_step(step: int, seen: tuple[int, NonFinite] | None) -> NonFinite:
-        """Return the non-finite values of a rank at `step`: none if its first non-finite step, `seen[0]`, is later."""
-        if seen is None or seen[0] != step:
+        """Return the non-finite values of a rank at `step`, or none if its first non-finite step is later.
+
+        `seen` is the result of `FirstNonFinite.read` on that rank.
+        """
+        if seen is None:
             return NonFinite(0.0, [])
-        return seen[1]
+        step_of_rank, values = seen
+        if step_of_rank != step:
+            return NonFinite(0.0, [])
+        return values
 
     def is_bad_here(self) -> bool:
         """Return whether a loss or gradient of this rank was not finite. Waits for the device; not collective."""
@@ -155,11 +168,15 @@ class GuardedStep:
         return before, after
 
     def _is_skipped(self, group: Group) -> bool:
+        """Return whether any of the group's data is to be skipped. The group is then skipped as a whole."""
         before, after = self._positions(group)
         return any(skipped.overlaps(self._run.state.epoch, before, after) for skipped in self._ahead)
 
     def _decide(self, group: Group, loss: torch.Tensor) -> None:
         """Raise, roll back or record that the step is skipped. Collective.
+
+        The order matters: the values are read before the gradients are discarded, and the data is recorded before the
+        rollback, which keeps the record.
 
         Raises:
             NonFiniteError, RollBack: see `__call__`.
@@ -346,7 +363,7 @@ class _NonFiniteStep:
 
     @property
     def what(self) -> str:
-        """Message that names the non-finite value and its ranks."""
+        """Message that names the non-finite value and its ranks, such as `the loss is nan on rank 0`."""
         if self.source == "gradient":
             return f"the gradient is not finite on rank {_listed(self.ranks)}, the loss is"
         losses = ", ".join(f"{loss} on rank {rank}" for rank, loss in self.bad_losses.items())
@@ -382,7 +399,8 @@ class BufferCopies:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        # Outside of inference mode, torch refuses in-place changes of inference tensors: a forward cannot corrupt them.
+        # Inference tensors are omitted: outside of inference mode, torch refuses in-place changes of them, so a forward
+        # cannot corrupt them.
         self._buffers = [buffer for buffer in module.buffers() if not buffer.is_inference()]
         self._copies = [buffer.detach().clone() for buffer in self._buffers]
 

@@ -36,14 +36,19 @@ _HUNG_S = 10.0  # after the grace, until a process that hangs is ended
 
 
 class _RequeueHandler(SignalHandler):
-    """Handler of SIGUSR1, Slurm's warning, outside of a fit. It ends the process, as there is no state to save."""
+    """Handler of SIGUSR1, Slurm's warning, outside of a fit. It ends the process, because no state has to be saved.
+
+    Args:
+        is_main: this is the process of rank 0.
+        requeue: rank 0 requeues the Slurm job.
+    """
 
     def __init__(self, is_main: bool, requeue: bool) -> None:
         super().__init__()
         self._requeues = is_main and requeue
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Requeue the Slurm job and raise `Preempted`."""
+        """Requeue the Slurm job, if requested, and raise `Preempted`. Does nothing if the process is ending already."""
         if _ExitHandler.begun:
             return
         name = signal.Signals(number).name
@@ -75,6 +80,7 @@ class _ExitHandler(SignalHandler):
         """Ignore the signal, or after the deadline pass it to the previous handler."""
         if time.monotonic() >= self._deadline:
             _ExitHandler.begun = False
+            # None is a handler in C, which Python cannot restore.
             signal.signal(number, self._previous[number] or signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -104,12 +110,13 @@ def listen(*, is_main: bool, requeue: bool) -> None:
 class _StoringHandler(SignalHandler):
     """Handler that stores a signal during a fit for the training loop. It also calls a handler set by the user.
 
-    During the setup of a fit nothing has to be saved, so `Preempted` is raised at once.
+    During the setup of a fit nothing has to be saved, so `Preempted` is raised at once, unless the user has set a
+    handler.
 
     Args:
         preemption: stores the signal.
         loop: the state of the training loop.
-        previous: the handlers that were set before the fit, by signal.
+        previous: the handlers that were set before the fit, by signal; None if C code has set one.
     """
 
     def __init__(self, preemption: Preemption, loop: LoopState, previous: Mapping[int, Any]) -> None:
@@ -129,9 +136,11 @@ class _StoringHandler(SignalHandler):
             return
         is_setup = not self._loop.trains and not was_agreed
         if is_setup:
-            self._preemption.agreed = True
-            requeue = previous if isinstance(previous, _RequeueHandler) else _RequeueHandler(False, False)
-            requeue.handle(number, frame)
+            self._preemption.agreed = True  # so that `watching` does not raise `Preempted` a second time
+            handler = previous
+            if not isinstance(handler, _RequeueHandler):
+                handler = _RequeueHandler(is_main=False, requeue=False)
+            handler.handle(number, frame)
 
 
 class Preemption(ReceivedSignal):
@@ -141,7 +150,8 @@ class Preemption(ReceivedSignal):
     def watching(self, loop: LoopState) -> Iterator[None]:
         """Store SIGTERM and SIGUSR1 within the context. Handlers that the user has set are called too.
 
-        Has no effect outside the main thread, because Python allows signal handlers only there.
+        Has no effect with `grace_s=None`, and outside the main thread, because Python allows signal handlers only
+        there.
 
         Raises:
             Preempted: a signal arrived while the fit ended. If the fit ended with an error, the error is printed.
@@ -162,7 +172,7 @@ class Preemption(ReceivedSignal):
             failure = error
             raise
         finally:
-            # A signal after the last exchange of the loop. No rank will agree on it any more.
+            # A signal after the last exchange of the loop: no later exchange can agree on it.
             is_late = bool(self.signal) and not self.agreed and not is_users(previous[self.signal])
             if is_late:
                 self.agreed = True
@@ -201,8 +211,9 @@ class Preemption(ReceivedSignal):
 class EvaluationWatch:
     """Check before each batch of an evaluation whether the ranks have agreed on a signal, so that the evaluation stops.
 
-    Several processes exchange signals only before batches that every rank has, so that the order of collectives in the
-    task's step is the same on all ranks. They do not stop evaluations with loaders of unknown length.
+    It is the `abandon` argument of `evaluate`. Several processes exchange signals only before batches that every rank
+    has, so that the order of collectives in the task's step is the same on all ranks. They do not stop evaluations with
+    loaders of unknown length.
 
     Args:
         preemption: signals of the run.
@@ -214,16 +225,16 @@ class EvaluationWatch:
         self._preemption = preemption
         self._loaders = data.loaders
         self._agreement = Agreement(processes, _MAX_BATCHES_BETWEEN_EXCHANGES) if processes.world_size > 1 else None
-        self._rounds = 0
+        self._rounds = 0  # calls before batches that every rank has, over all loaders
 
-    def __call__(self, index: int, idx: int) -> bool:
-        """Return whether to stop before batch `idx` of loader `index`. Some calls are collective."""
+    def __call__(self, dataloader_idx: int, batch_idx: int) -> bool:
+        """Return whether to stop before a batch of a loader. Some calls are collective."""
         preemption = self._preemption
         if self._agreement is None:  # one process agrees with itself
             if preemption.signal:
                 preemption.set_agreed([preemption.signal_and_remaining_ms()])
             return preemption.agreed
-        if preemption.grace_s is None or idx >= self._loaders[index].num_full_rounds:
+        if preemption.grace_s is None or batch_idx >= self._loaders[dataloader_idx].num_full_rounds:
             return False
         self._rounds += 1
         if self._agreement.due(self._rounds):

@@ -238,7 +238,7 @@ class Recovery:
         # are set up again before their states are loaded.
         state = self._progress.state
         progress = self._progress
-        data = self._data.made
+        data = self._data.train_data
         assert data is not None  # an epoch was running
         abandoned_state = state.to_dict()
         abandoned_position = data.loader.position(state.batch_in_epoch)
@@ -263,7 +263,7 @@ class Recovery:
         self._loads.resume(opened)
         state.seconds = abandoned_state["seconds"]  # training time includes the abandoned steps
         if not self._settings.arguments.reload_dataloaders_every_n_epochs:
-            self._data.made = data  # `resume` has discarded it; the user's loader is not created again
+            self._data.train_data = data  # `resume` has discarded it; the user's loader is not created again
         if request.skips_data:
             self._skip_since(abandoned_state, abandoned_position, request.reason)
         self._loop.validated_at = -1

@@ -66,7 +66,8 @@ class StageTrialSteps:
 
     Attributes:
         _kind: kind of the loaders that the trials read.
-        _engine: engine of the trials. Before and after the context, the run's own.
+        _engine: engine of the trials. `__enter__` sets it; with `alone`, it is an engine of one process. Before that,
+            the run's own.
         _processes: the run's processes. The engine of a trial on a single rank has none.
         _stack: restores everything that `__enter__` has changed.
         _snapshot, _datamodule_attributes: state before the trials. `__enter__` takes them, and each trial ends by
@@ -104,7 +105,7 @@ class StageTrialSteps:
                 "trial steps cannot run within a training step. Start them between two steps, for example in "
                 "on_train_step_end."
             )
-        if self._remakes_loaders and self._kind in run.data.sources.given:
+        if self._remakes_loaders and self._kind in run.data.sources.loaders:
             raise ConfigurationError(
                 f"the {self._kind} loader was passed to the Trainer as an object, so its batch size cannot change. "
                 f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, and create the loader "
@@ -140,7 +141,7 @@ class StageTrialSteps:
         """Take a snapshot of the state that steps change in place; `stack` restores it."""
         run = self._run
         schedulers = [config.scheduler for config in run.loop.schedules.configs]
-        generators = _generators_of(run.data.sources.given)
+        generators = _generators_of(run.data.sources.loaders)
         if run.data.datamodule is not None:
             self._datamodule_attributes = dict(vars(run.data.datamodule))
         self._snapshot = StateSnapshot(run.task, run.engine.optimizers, schedulers, generators)
@@ -150,6 +151,7 @@ class StageTrialSteps:
             logger.muted = True
 
     def _restore(self) -> None:
+        """Restore the state that `_save_state` has copied. Called after each trial and at the end of the context."""
         self._snapshot.restore()
         if self._datamodule_attributes is not None:
             vars(self._run.data.datamodule).clear()
@@ -159,15 +161,15 @@ class StageTrialSteps:
         """Create the run's loaders again, at the same position in the data. Collective if creating a loader is."""
         run = self._run
         state = run.state
-        made = run.data.made
+        train_data = run.data.train_data
         run.data.forget()
         run.loop.validation = None
-        if made is not None and run.running_stage == "fit":
-            place = made.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
+        if train_data is not None and run.running_stage == "fit":
+            place = train_data.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
             run.data.train().begin_epoch(state.epoch, place)
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call `action` after all state is restored; see `core.run.TrialSteps`."""
+        """Call `action` after all state is restored, unless an error ended the trials; see `core.run.TrialSteps`."""
         self._at_end.append(action)
 
     def capacity(self) -> int | None:
@@ -176,20 +178,21 @@ class StageTrialSteps:
         kinds = [self._kind]
         if self._kind == "train" and run.data.has_validation:
             kinds.append("validate")
-        lengths = []
+        num_samples_of_loaders = []
         for kind in kinds:
             loaders = run.data.sources.make(kind, run.task)
             for loader in leaves_of(getattr(loaders, "iterables", loaders)):  # those of a CombinedLoader
                 # A validation set may be smaller than a batch, unless incomplete batches are dropped.
                 limits_batch = kind == self._kind or getattr(loader, "drop_last", False)
-                length = _num_samples(loader)
-                if limits_batch and length is not None:
-                    lengths.append(length)
+                num_samples = _num_samples(loader)
+                if limits_batch and num_samples is not None:
+                    num_samples_of_loaders.append(num_samples)
         capacity_here = None
-        if lengths:
-            capacity_here = min(lengths) // run.engine.data_ranks.num_readers
+        if num_samples_of_loaders:
+            capacity_here = min(num_samples_of_loaders) // run.engine.data_ranks.num_readers
         capacities = self._processes.gather_object(capacity_here)
-        return min((capacity for capacity in capacities if capacity is not None), default=None)
+        known_capacities = [capacity for capacity in capacities if capacity is not None]
+        return min(known_capacities, default=None)
 
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage and return the outcome; see `core.run.TrialSteps`."""
@@ -240,8 +243,8 @@ class StageTrialSteps:
 
         def call_after_step(loss: float | torch.Tensor | None) -> bool:
             # The loss of a rank is weighted such that the mean over ranks is the mean over all data.
-            own_loss = float("nan") if loss is None else float(loss)
-            losses = self._processes.gather_object(own_loss)
+            loss_here = float("nan") if loss is None else float(loss)
+            losses = self._processes.gather_object(loss_here)
             return after_step(sum(losses) / len(losses))
 
         try:
@@ -301,7 +304,8 @@ class _Probe(Callback):
         validates: run `num_steps` validation batches after the steps.
 
     Attributes:
-        done: number of completed steps.
+        done: number of completed steps of the trial.
+        _done_at_epoch_start: value of `done` at the start of the current epoch.
     """
 
     def __init__(
@@ -318,11 +322,11 @@ class _Probe(Callback):
         self._before = before_step
         self._after = after_step
         self._validates = validates and trial.data.has_validation
-        self._done_before = 0
+        self._done_at_epoch_start = 0
         self.done = 0
 
     def on_train_epoch_start(self, trainer: Run, task: object) -> None:
-        self._done_before = self.done
+        self._done_at_epoch_start = self.done
 
     def on_train_step_start(self, trainer: Run, task: object, group: Group) -> None:
         if self._before is not None:
@@ -335,7 +339,7 @@ class _Probe(Callback):
             self._end()
 
     def on_train_epoch_end(self, trainer: Run, task: object) -> None:
-        epoch_had_no_step = self.done == self._done_before
+        epoch_had_no_step = self.done == self._done_at_epoch_start
         if epoch_had_no_step:  # no later epoch would have a step either
             self._end()
         if self._validates and trainer.should_stop:
@@ -346,12 +350,12 @@ class _Probe(Callback):
 
 
 def _for_trial(settings: Settings) -> Settings:
-    """Return settings without limits, validation and checks for finite values."""
+    """Return settings without limits, validation, reloading of loaders and checks for finite values."""
     return replace(
         settings,
         arguments=replace(settings.arguments, on_nonfinite=None, reload_dataloaders_every_n_epochs=0),
-        limits=Limits(None, -1, (), 0, 0),
-        val_check_interval=Duration(sys.maxsize, "steps"),
+        limits=Limits(max_epochs=None, max_steps=-1, others=(), min_epochs=0, min_steps=0),
+        val_check_interval=Duration(sys.maxsize, "steps"),  # never due
     )
 
 
@@ -369,9 +373,12 @@ def _generators_of(loaders_by_kind: dict[str, Any]) -> list[Any]:
     for loaders in loaders_by_kind.values():
         for loader in leaves_of(getattr(loaders, "iterables", loaders)):
             for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-                generators.append(getattr(part, "generator", None))
-                generators.append(getattr(getattr(part, "sampler", None), "generator", None))  # of a BatchSampler
-    return [generator for generator in generators if generator is not None]
+                inner_sampler = getattr(part, "sampler", None)  # for example the sampler of a BatchSampler
+                for owner in (part, inner_sampler):
+                    generator = getattr(owner, "generator", None)
+                    if generator is not None:
+                        generators.append(generator)
+    return generators
 
 
 def pass_training_data(task: TaskModule, engine: Engine, data: TrainData, state: TrainState) -> None:

@@ -193,7 +193,7 @@ class Run(Protocol):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of one training epoch on one rank; infinite if the loader has no length."""
+        """Micro-batches of one training epoch on one rank; infinite if unknown."""
 
     @property
     def train_batch_size(self) -> int | None:
