@@ -190,6 +190,11 @@ class Engine(LightningMembers):
     # Where it runs
 
     @property
+    def evaluation_ranks(self) -> DataRanks:
+        """Ranks that see different data in evaluations: `data_ranks`, unless other runs train on a part of the data."""
+        return self.data_ranks
+
+    @property
     def is_main(self) -> bool:
         """True on the process that writes files and prints."""
         return self.processes.rank == 0

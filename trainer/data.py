@@ -19,6 +19,7 @@ from trainwright.data.groups import iterate_groups, resolve_limit
 from trainwright.data.loader import holds_loaders, prepare_loader
 from trainwright.data.loader_options import LOADER_METHODS, LoaderOptions
 from trainwright.data.workers import Workers
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import has_step
@@ -121,17 +122,23 @@ class Sources:
             _refuse_empty(loader, _argument(stage, kind))
 
 
-def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, workers: Workers) -> LoaderOptions:
-    """Return the options that prepare a run's training loaders on this rank."""
-    ranks = engine.data_ranks
+def loader_options(
+    arguments: TrainerArguments, engine: Engine, seed: int, workers: Workers, *, evaluates: bool
+) -> LoaderOptions:
+    """Return the options that prepare a run's loaders on this rank, for training or for evaluations."""
+
+    def current_ranks() -> DataRanks:  # at each call, because a final save may replace them (`Engine.reunited`)
+        return engine.evaluation_ranks if evaluates else engine.data_ranks
+
+    ranks = current_ranks()
 
     def gather_numbers(values: list[int]) -> list[list[int]]:
-        return engine.data_ranks.gather_of_readers(values)
+        return current_ranks().gather_of_readers(values)
 
     def gather_batches(batch: Any) -> list[Any]:
-        batches = engine.data_ranks.gather(batch)
+        batches = current_ranks().gather(batch)
         # The `parts` ranks that split one sequence are consecutive and have the same batch. Keep one of each.
-        return batches[:: engine.data_ranks.parts]
+        return batches[:: ranks.parts]
 
     # `reader` and `num_readers` count the ranks that read different data.
     return LoaderOptions(
@@ -423,10 +430,10 @@ class StageData:
         self._created_in: dict[str, int] = {}  # kind of the loaders → epoch in which the user's method created them
         self.on_created: Callable[[TrainData | EvaluationData], None] | None = None
 
-    def _options(self) -> LoaderOptions:
+    def _options(self, *, evaluates: bool) -> LoaderOptions:
         seed = self._progress.seed
         assert seed is not None  # set by `StageRun.join`
-        return loader_options(self._settings.arguments, self._engine, seed, self.workers)
+        return loader_options(self._settings.arguments, self._engine, seed, self.workers, evaluates=evaluates)
 
     def _make_loaders(self, kind: str) -> Any:
         """Return the user's loaders, created with the `current_epoch` of the uninterrupted run.
@@ -472,7 +479,7 @@ class StageData:
         if self.train_data is None:
             self.train_data = TrainData(
                 self._make_loaders("train"),
-                self._options(),
+                self._options(evaluates=False),
                 limit=self._settings.limit_batches["train"],
                 overfit=self._settings.arguments.overfit_batches,
             )
@@ -491,10 +498,7 @@ class StageData:
         if data is None:
             loaders = self._make_loaders(kind)
             limit = self._settings.limit_batches[kind]
-            options = self._options()
-            # A process may be a replica beside other runs. It trains on its part of the data, and evaluates all data.
-            if self._engine.processes.world_size == 1:
-                options = replace(options, rank=0, world=1, agree=None)
+            options = self._options(evaluates=True)
             overfit = self._settings.arguments.overfit_batches
             if kind == "validate" and overfit:
                 options = _in_order(loaders, options.evaluating(kind), overfit)

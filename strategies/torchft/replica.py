@@ -28,14 +28,14 @@ class Replica:
         settings: Settings of the replica.
         live: Connection to the live replicas. Set when the first training step is made, and None before it and after
             `close`.
-        _own_ranks: Data-parallel ranks of this replica alone. Set by `data_ranks`, which the engine calls for training
-            only.
+        own_ranks: Data-parallel ranks of this replica alone. Set by `data_ranks`, which the engine calls for training
+            only, and None before.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self.settings = settings
         self.live: LiveReplicas | None = None
-        self._own_ranks: DataRanks | None = None
+        self.own_ranks: DataRanks | None = None
 
     def data_ranks(self, own: DataRanks) -> DataRanks:
         """Return the data-parallel ranks of all replicas, given those of this replica.
@@ -44,15 +44,15 @@ class Replica:
         of 6. Only the ranks of this replica can communicate. `gather` and `sum` use their values for all other
         replicas, too. `all_gather` returns only their tensors.
         """
-        self._own_ranks = own
+        self.own_ranks = own
         rank = self.settings.number * own.size + own.rank
         return replace(own, rank=rank, members=list(own.members) * self.settings.max_replicas)
 
     def make_step(self, engine: Engine, parts: StepParts) -> TorchFTStep:
         """Return the step. Before the first training step, join the live replicas, and load their progress."""
-        if self._own_ranks is not None:
+        if self.own_ranks is not None:
             # The inherited step averages over this replica's ranks. `LiveReplicas.average` does the rest.
-            parts = replace(parts, ranks=self._own_ranks)
+            parts = replace(parts, ranks=self.own_ranks)
         step = TorchFTStep(parts, self.settings.number)
         if not engine.optimizers:  # an evaluation
             return step
@@ -101,11 +101,15 @@ class TorchFTEngine(Engine):
     def is_main(self) -> bool:
         return self.replica.settings.number == 0
 
+    @property
+    def evaluation_ranks(self) -> DataRanks:
+        return self.replica.own_ranks or self.data_ranks
+
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         if not roots:
             raise no_own_loops()
         prepared = super().prepare(models, optimizers, plan, roots)
-        if optimizers is not None:  # evaluations read all data
+        if optimizers is not None:  # each replica evaluates on all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
         return prepared
 

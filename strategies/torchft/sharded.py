@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Description, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
@@ -26,11 +27,15 @@ class ShardedReplicaEngine(FSDPEngine):
     def is_main(self) -> bool:
         return self.replica.settings.number == 0 and super().is_main
 
+    @property
+    def evaluation_ranks(self) -> DataRanks:
+        return self.replica.own_ranks or self.data_ranks
+
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         if not roots:
             raise no_own_loops()
         prepared = super().prepare(models, optimizers, plan, roots)
-        if optimizers is not None:  # evaluations read all data
+        if optimizers is not None:  # each replica evaluates on all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
         return prepared
 

@@ -16,6 +16,8 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.strategies.torchft.strategy import TorchFTStrategy
 
+NUM_VALIDATED = 16
+
 
 class Task(RegressionTask):
     """Has a momentum, a schedule that depends on the last rate, and batches with different numbers of items."""
@@ -39,6 +41,11 @@ class Task(RegressionTask):
 
 
 class Printer(Callback):
+    def on_validation_batch_end(
+        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        print("validated", len(batch[0]), flush=True)
+
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         state = trainer.state
         print("step", state.step, state.epoch, state.batch_in_epoch, state.samples, flush=True)
@@ -46,8 +53,12 @@ class Printer(Callback):
 
 def train(task: Task, num_steps: int, **arguments: Any) -> Trainer:
     """Train on shuffled batches of 4 samples, accumulating 2 of them. Return the Trainer."""
-    trainer = quiet_trainer(max_steps=num_steps, accumulate_grad_batches=2, seed=0, **arguments)
-    trainer.fit(task, torch.utils.data.DataLoader(regression_data(252), batch_size=4, shuffle=True))
+    trainer = quiet_trainer(
+        max_steps=num_steps, accumulate_grad_batches=2, seed=0, num_sanity_val_steps=0,
+        val_check_interval=2 * num_steps, check_val_every_n_epoch=None, **arguments,
+    )  # fmt: skip
+    validation = torch.utils.data.DataLoader(regression_data(NUM_VALIDATED), batch_size=4)
+    trainer.fit(task, torch.utils.data.DataLoader(regression_data(252), batch_size=4, shuffle=True), validation)
     return trainer
 
 

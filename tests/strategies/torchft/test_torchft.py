@@ -17,7 +17,7 @@ import torch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from tests.strategies.torchft.replica_run import Task, train
+from tests.strategies.torchft.replica_run import NUM_VALIDATED, Task, train
 from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
@@ -63,6 +63,11 @@ class Replicas:
     def steps(self, number: int) -> list[list[int]]:
         lines = self._logs[number][-1].read_text().splitlines()
         return [[int(word) for word in line.split()[1:]] for line in lines if line.startswith("step ")]
+
+    def num_validated(self, number: int) -> int:
+        """Return the number of validation samples of a replica's first process, whose output the launcher shows."""
+        lines = self._logs[number][-1].read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("validated "))
 
     def wait_for_step(self, number: int, step: int) -> None:
         """Wait until the last attempt of a replica has completed a step."""
@@ -120,6 +125,8 @@ def test_replicas_that_stay_alive_train_like_ddp(sharded: bool, start: Any) -> N
     expected = run_distributed(_train_with_ddp, 4 if sharded else 2, init=False)[0]
     for weights in replicas.weights():
         torch.testing.assert_close(weights, expected)
+    of_first_process = NUM_VALIDATED // 2 if sharded else NUM_VALIDATED
+    assert [replicas.num_validated(number) for number in range(2)] == [of_first_process, of_first_process]
 
 
 @pytest.mark.engines
