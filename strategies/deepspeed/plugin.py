@@ -28,8 +28,8 @@ class DeepSpeedPlugin(KwargsHandler):
 
     A field that is None takes the value of its environment variable, if it has one (`ACCELERATE_DEEPSPEED_ZERO_STAGE`,
     …). The first read of `deepspeed_config`, or the Accelerator's constructor, combines the fields and `hf_ds_config`.
-    After that, a field that is set is also written to `deepspeed_config`, whose values are used. Values may change until
-    the model is prepared.
+    After that, `deepspeed_config` has the values that are used, and a field that is set is also written to it. Values
+    may change until the model is prepared.
 
     Two plugins are equal if their fields were equal before they were combined. Later changes do not count.
 

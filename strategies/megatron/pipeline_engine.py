@@ -53,6 +53,8 @@ class PipelineOptions:
 class PipelineEngine(FSDPEngine):
     """Engine that trains pipeline stages on several ranks. Further ranks shard each stage and split its layers.
 
+    `FSDPEngine` shards the stages of this rank as it shards a full model.
+
     Args:
         strategy, settings: See `Engine`.
         options: Options of the pipeline.
@@ -68,9 +70,11 @@ class PipelineEngine(FSDPEngine):
     def __init__(self, strategy: FSDPStrategy, settings: EngineSettings, *, options: PipelineOptions) -> None:
         super().__init__(strategy, settings)
         self._options = options
-        # Set by `_divide`: the model that `prepare` received, and the stages of its tensors.
+        # Set by `_find_stages`: the model that `prepare` received, and the stages of its tensors.
         self._model: nn.Module
         self._tensor_stages: TensorStages
+        # Changes of the model. `_unwrap` undoes the last one first: the calls of modules, then the wrappers of layers.
+        self._undo_pipeline = ExitStack()
 
     def start(self, topology: Topology) -> None:
         # Without the argument, the last stage would store the outputs of all micro-batches.
@@ -97,7 +101,7 @@ class PipelineEngine(FSDPEngine):
             self._warn_of_idle_stages(plan)
         self._check_before(models, optimizers)
         prepared: list[PreparedModel] = []
-        for model in models:
+        for model in models:  # at most one: the task, or the model of a loop (see `_check_loop`)
             if roots:
                 self._divide(model)
                 prepared.append(PreparedModel.unchanged(model))  # a step runs the stages
@@ -126,7 +130,7 @@ class PipelineEngine(FSDPEngine):
             )
 
     def _prepare_for_loop(self, model: nn.Module) -> PreparedModel:
-        """Divide the model of a user-written loop. The loop's optimizers already hold its parameters."""
+        """Divide the model of a user-written loop, whose optimizers already hold its parameters. Collective."""
         old_parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         if self.precision.autocast_dtype is not None:
             widen(old_parameters.values())
@@ -144,89 +148,110 @@ class PipelineEngine(FSDPEngine):
         is_sharded = shape.dp_replicate * shape.dp_shard * shape.cp > 1
         return super()._sharding() if is_sharded else None
 
-    def _divide(self, task: nn.Module) -> None:
+    def _divide(self, model: nn.Module) -> None:
         """Divide a model into stages, and keep those of this rank. Collective.
 
-        The stages are found first, while the model has all weights. `_build_weights` then frees the weights of other
-        stages, `_shard` replaces parameters of this rank's stages, and `install` changes the calls of modules.
+        Each step needs the results of the steps before:
+
+        1. `_find_stages` needs all layers on every rank.
+        2. `_build_weights` builds the weights of all stages, and frees those of other ranks.
+        3. `_shard` replaces the parameters of this rank's stages by shards.
+        4. `_narrow_in_no_stage` and `_count_norm_once` refer to the parameters that the model has after step 3.
+        5. `Pipeline.install` changes the calls of modules, and hides the parameters of other ranks, which the steps
+           above still read.
+        6. `_align_generators` comes after step 2, in which `reset_parameters` draws random numbers.
         """
-        self._model = task
+        self._find_stages(model)
+        own_stages = nn.ModuleList(self.pipeline.modules[stage] for stage in self.pipeline.links.own)
+        self._build_weights(model, own_stages)
+        sharded = self._shard(model, own_stages)
+        self.pipeline.release = sharded.reshard
+        self._narrow_in_no_stage(model)
+        self._count_norm_once(model, sharded)
+        self._undo_pipeline.callback(self.pipeline.install())
+        self._align_generators()
+
+    def _find_stages(self, model: nn.Module) -> None:
+        """Wrap recomputed layers, and find the stages of a model and of its tensors. Not collective."""
+        self._model = model
         options = self._options
         rank_of_stage = ranks_of_stages(options.schedule, options.pp, options.stages_per_rank)
         num_stages = len(rank_of_stage)
         links = StageLinks(self.mesh["pp"].get_group(), rank_of_stage, self.device)
-        # Wrap recomputed layers first, so that the stages contain the wrappers.
+        # Wrap first, so that the stages contain the wrappers.
         recomputed = self._recomputed()
         recomputed_layers: list[nn.Module] = []
         if self.strategy.activation_checkpointing:
-            recomputed_layers.extend(layers_of(task, num_stages).values())
-        recomputed.wrap(task, recomputed_layers)
-        stages = find_stages(task, num_stages, options.split_points)
-        self.pipeline = Pipeline(task, stages, links)
-        self._tensor_stages = TensorStages.of(task, self.pipeline.modules)
-
-        own_stages = nn.ModuleList(self.pipeline.modules[stage] for stage in links.own)
-        self._build_weights(task, own_stages)
-        sharded = self._shard(task, own_stages)
-        self.pipeline.release = sharded.reshard
-        self._narrow_unsharded(task)
-        # After `_sum_shared`, several ranks have the gradient of a parameter in several stages or in no stage. The
-        # gradient norm counts it once: on the rank of the stage that owns the parameter.
-        for name, parameter in task.named_parameters():
-            is_on_several_ranks = name in self._tensor_stages.ties or self._tensor_stages.is_in_no_stage(name)
-            if is_on_several_ranks and self._tensor_stages.owner(name) not in links.own:
-                sharded.counted[id(parameter)] = False
-        # An ExitStack undoes the last change first: the calls of modules, then the wrappers of layers.
-        self._undo_pipeline = ExitStack()
+            recomputed_layers.extend(layers_of(model, num_stages).values())
+        recomputed.wrap(model, recomputed_layers)
         self._undo_pipeline.callback(recomputed.unwrap)
-        self._undo_pipeline.callback(self.pipeline.install())
-        # With different generators, ranks that read the same batches could compute different inputs and targets.
-        # Every rank takes the state of the first rank that reads its batches.
-        ranks = self.data_ranks
-        first_reader = ranks.members[ranks.reader * ranks.parts]
-        states = self.processes.gather_object(rng_state(self.device))
-        set_rng_state(states[first_reader], self.device)
+        stages = find_stages(model, num_stages, options.split_points)
+        self.pipeline = Pipeline(model, stages, links)
+        self._tensor_stages = TensorStages.of(model, self.pipeline.modules)
 
-    def _build_weights(self, task: nn.Module, own_stages: nn.ModuleList) -> None:
+    def _build_weights(self, model: nn.Module, own_stages: nn.ModuleList) -> None:
         """Build the weights of all stages, one stage at a time, and free those of other ranks. Collective."""
         kept = {id(parameter) for parameter in own_stages.parameters()}
-        names_to_reset = self._building.names_to_reset(task, self.processes)
+        names_to_reset = self._building.names_to_reset(model, self.processes)
         for module in self.pipeline.modules:
             # Every rank builds every stage: `materialize` is collective.
-            materialize(task, module, names_to_reset, self.device)
+            materialize(model, module, names_to_reset, self.device)
             if module.index not in self.pipeline.links.own:
-                free_module(task, module, kept)
-        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+                free_module(model, module, kept)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if self._tensor_stages.is_in_no_stage(name):
                 tensor.data = tensor.data.to(self.device).contiguous()
                 dist.broadcast(tensor.detach(), src=0)
 
-    def _shard(self, task: nn.Module, own_stages: nn.ModuleList) -> ParallelModel:
+    def _shard(self, model: nn.Module, own_stages: nn.ModuleList) -> ParallelModel:
         """Shard the stages of this rank and split their layers. Collective."""
         # The list holds the old parameters, so that no other object gets their ids.
         old_parameters = list(own_parameters(own_stages))
-        sharded = self._parallelize(task, list(own_stages), None)
+        # Without a `MetaBuilding`, `_parallelize` builds no weights and wraps no recomputed layers: `_build_weights`
+        # and `_find_stages` have done so.
+        sharded = self._parallelize(model, list(own_stages), None)
         # Sharding replaces parameters in the modules of this rank's stages. Replace tied ones in other stages, too.
         new_by_id: dict[int, nn.Parameter] = {}
         for module, key, old in old_parameters:
             new_by_id[id(old)] = module.get_parameter(key)
-        replace_parameters(task, new_by_id)
+        replace_parameters(model, new_by_id)
         return sharded
 
-    def _narrow_unsharded(self, task: nn.Module) -> None:
+    def _narrow_in_no_stage(self, model: nn.Module) -> None:
         """Cast parameters in no stage to the dtype to which FSDP casts the parameters of stages in forwards."""
         dtype = self.precision.autocast_dtype
         if dtype is None or self._sharding() is None:
             return
         ids_in_no_stage: set[int] = set()
-        for name, parameter in task.named_parameters():
+        for name, parameter in model.named_parameters():
             if self._tensor_stages.is_in_no_stage(name):
                 ids_in_no_stage.add(id(parameter))
         places: list[tuple[nn.Module, str]] = []  # a tied parameter has several places
-        for module, key, parameter in own_parameters(task):
+        for module, key, parameter in own_parameters(model):
             if id(parameter) in ids_in_no_stage:
                 places.append((module, key))
         self.pipeline.narrow(dtype, places)
+
+    def _count_norm_once(self, model: nn.Module, sharded: ParallelModel) -> None:
+        """Let the gradient norm count parameters in several stages or in no stage only once. Not collective.
+
+        After `_sum_shared`, several ranks have the gradient of such a parameter. The rank of the stage that owns the
+        parameter counts it.
+        """
+        for name, parameter in model.named_parameters():
+            is_on_several_ranks = name in self._tensor_stages.ties or self._tensor_stages.is_in_no_stage(name)
+            if is_on_several_ranks and self._tensor_stages.owner(name) not in self.pipeline.links.own:
+                sharded.counted[id(parameter)] = False
+
+    def _align_generators(self) -> None:
+        """Set the random generators of this rank to those of the first rank that reads its batches. Collective.
+
+        With different generators, ranks that read the same batches could compute different inputs and targets.
+        """
+        ranks = self.data_ranks
+        first_reader = ranks.members[ranks.reader * ranks.parts]
+        states = self.processes.gather_object(rng_state(self.device))
+        set_rng_state(states[first_reader], self.device)
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
@@ -239,10 +264,11 @@ class PipelineEngine(FSDPEngine):
 
     def _runner(self) -> PipelineRunner:
         shape = self.strategy.mesh_shape(self.settings)
-        # Losses come from the first tensor-parallel rank of the last stage.
-        source_place = shape.coordinates(self.processes.rank)  # of the rank that has the data of this rank
-        source_place["pp"] = self.pipeline.links.ranks[-1]
-        source_place["tp"] = 0
+        # Coordinates of the rank that provides the losses of this rank's pipeline: the first tensor-parallel rank of
+        # the last stage.
+        loss_source = shape.coordinates(self.processes.rank)
+        loss_source["pp"] = self.pipeline.links.ranks[-1]
+        loss_source["tp"] = 0
         return PipelineRunner(
             self._options.schedule,
             self.pipeline,
@@ -250,7 +276,7 @@ class PipelineEngine(FSDPEngine):
             self._sum_shared,
             processes=self.processes,
             ranks=self.data_ranks,
-            source=next(rank for rank in range(shape.size) if shape.coordinates(rank) == source_place),
+            source=next(rank for rank in range(shape.size) if shape.coordinates(rank) == loss_source),
         )
 
     def _sum_shared(self) -> None:
@@ -274,9 +300,10 @@ class PipelineEngine(FSDPEngine):
         """
         has_gradient = [int(parameter.grad is not None) for parameter in parameters]
         by_rank = self.processes.gather_integers(has_gradient)
+        by_parameter = zip(*by_rank, strict=True)
         ranks = self.data_ranks
-        for parameter, of_ranks in zip(parameters, zip(*by_rank, strict=True), strict=True):
-            if not any(of_ranks):
+        for parameter, has_gradient_on_ranks in zip(parameters, by_parameter, strict=True):
+            if not any(has_gradient_on_ranks):
                 continue  # optimizers skip an unused parameter, whose gradient is None
             gradient = _grad_shard(parameter)  # zeros in stages that do not use the parameter
             dist.all_reduce(gradient, group=self.pipeline.links.group)
@@ -316,7 +343,10 @@ class PipelineEngine(FSDPEngine):
         return super()._state_of(module, optimizers, names, make)
 
     def begin_evaluation(self) -> None:
-        """Broadcast buffers over data-parallel ranks, and buffers in no stage from the rank of the last stage."""
+        """Broadcast buffers over data-parallel ranks, and buffers in no stage from the rank of the last stage.
+
+        Collective.
+        """
         group = self.data_ranks.group
         if group is not None:
             for buffer in self.task.buffers():
@@ -364,9 +394,7 @@ class PipelineEngine(FSDPEngine):
                 load_named_optimizer_state(optimizer, state, names)
 
     def _unwrap(self) -> None:
-        undo: ExitStack | None = vars(self).pop("_undo_pipeline", None)
-        if undo is not None:
-            undo.close()
+        self._undo_pipeline.close()  # has no effect the second time
         super()._unwrap()
 
 
