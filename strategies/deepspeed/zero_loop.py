@@ -43,8 +43,8 @@ class ZeroGradients(Gradients):
         """Run backward through the engine of the model that was called since the previous backward.
 
         Raises:
-            ConfigurationError: Several models were called, `kwargs` has another argument than `retain_graph`, or the
-                step's last micro-batch has already run backward.
+            ConfigurationError: Several models were called, `kwargs` has other arguments than `retain_graph` and
+                `scale_wrt_gas=False`, or the step's last micro-batch has already run backward.
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
         if kwargs.get("scale_wrt_gas") is False:  # passed by transformers: the loss is already divided
@@ -88,11 +88,13 @@ class ZeroGradients(Gradients):
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         parameters = list(parameters)
+        by_model = self._by_model(parameters)
+        if any(model.shards is None for model, _ in by_model):
+            return clip_gradients(parameters, clip)  # stage 0: all gradients are full
         shards: list[tuple[torch.Tensor, bool]] = []  # with True: no other rank holds the same shard
         scales: set[float] = set()
-        for model, contained in self._by_model(parameters):
-            if model.shards is None:
-                return clip_gradients(parameters, clip)  # stage 0: all gradients are full
+        for model, contained in by_model:
+            assert model.shards is not None  # checked above
             ids = {id(parameter) for parameter in contained}
             for parameter, gradient in model.shards.gradients():
                 if id(parameter) in ids:
@@ -103,7 +105,7 @@ class ZeroGradients(Gradients):
                 f"The parameters of several models were clipped together, whose engines scale their losses by "
                 f"{sorted(scales)}. Clip the gradients of each model in a call of its own."
             )
-        # The engine divides by the loss scale of float16 in its step, so that the shards are multiples.
+        # The engine divides by the loss scale of float16 in its step, so the shards are still multiplied by it.
         scale = scales.pop() if scales else 1.0
         norm = clip_shards(shards, replace(clip, value=clip.value * scale), self.device)
         return None if norm is None else norm / scale
@@ -136,6 +138,7 @@ class ZeroOptimizer(Optimizer):
     """Wrapper of an optimizer that DeepSpeed's engine steps. Other attributes are those of the wrapped optimizer."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
+        # Without `Optimizer.__init__`, whose `state` and `param_groups` would hide those of the wrapped optimizer.
         self.optimizer = model.optimizer
         self.zero = model
         self._gradients = gradients
@@ -155,11 +158,23 @@ class ZeroOptimizer(Optimizer):
         model.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has used. The engine's step frees the gradients that it uses."""
+        """Discard gradients that no step has used. The engine's step frees the gradients that it uses.
+
+        Args:
+            set_to_none: Has no effect: gradients are always freed.
+        """
         if self.zero.holds_gradients:
             self._gradients.free(self.zero.model.parameters())
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # `Optimizer.__getstate__` omits the wrapped optimizer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet, while the object is copied
+            raise AttributeError(name)
         attribute = getattr(self.optimizer, name)
         if name in ("train", "eval"):
             return partial(self._switch, name, attribute)
