@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler
@@ -22,24 +22,16 @@ _PATHS = DEEPSPEED.paths()
 _WRITTEN_BEFORE = 'Write the values to deepspeed_config before prepare(), which replaces "auto".'
 
 
-def _as_object(config: Any) -> HfDeepSpeedConfig:
-    """Return a `HfDeepSpeedConfig` as it is, and a dict, a path or None as an object with a copy of the content."""
-    if isinstance(config, HfDeepSpeedConfig):
-        return config
-    wrapped = HfDeepSpeedConfig({})  # without a stage: at stage 3, the constructor connects DeepSpeed
-    wrapped.config = read_config(config)
-    return wrapped
-
-
 @dataclass(eq=False)
 class DeepSpeedPlugin(KwargsHandler):
     """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
 
-    A field that is None takes the value of its environment variable, if it has one
-    (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). The first read of `deepspeed_config`, or the Accelerator's constructor,
-    combines the fields and `hf_ds_config`. After that, a field that is set is also written to `deepspeed_config`, and
-    the values in `deepspeed_config` are used. Values may change until the model is prepared. Plugins are equal if they
-    were created with equal fields.
+    A field that is None takes the value of its environment variable, if it has one (`ACCELERATE_DEEPSPEED_ZERO_STAGE`,
+    …). The first read of `deepspeed_config`, or the Accelerator's constructor, combines the fields and `hf_ds_config`.
+    After that, `deepspeed_config` has the values that are used, and a field that is set is also written to it. Values
+    may change until the model is prepared.
+
+    Two plugins are equal if their fields were equal before they were combined. Later changes do not count.
 
     Attributes:
         hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`. The other
@@ -47,13 +39,12 @@ class DeepSpeedPlugin(KwargsHandler):
             the fields are combined, a `HfDeepSpeedConfig` with all values; fields that were None have its values.
         gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the value of the Accelerator.
         gradient_clipping: Maximum norm of the gradients. Default: None, which disables clipping.
-        zero_stage: ZeRO stage, 0 to 3. Default: the stage in `hf_ds_config`, which is 0 if it sets none, or 2 without
-            `hf_ds_config`.
+        zero_stage: ZeRO stage, 0 to 3. Default: 2 without `hf_ds_config`, or else its stage (0 if it has none).
         is_train_batch_min: Accepted without effect: every batch has the size of its loader.
-        offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`. Default: None, which is that of
+        offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`. Default: the device in
             `hf_ds_config`, or else `"none"`.
         offload_optimizer_nvme_path, offload_param_nvme_path: Folder for `"nvme"`. Both must be the same folder.
-            Default: None, which is that of `hf_ds_config`.
+            Default: the folder in `hf_ds_config`, or else `"/local_nvme"`.
         zero3_init_flag: `from_pretrained` and `from_config` of transformers build models in shards while an Accelerator
             uses the plugin. Only for stage 3. Default: None, which is True at stage 3.
         zero3_save_16bit_model: Accepted without effect: checkpoints contain full weights at every stage.
@@ -89,71 +80,82 @@ class DeepSpeedPlugin(KwargsHandler):
         super().__post_init__()
         if self.hf_ds_config is None and self.zero_stage is None:
             self.zero_stage = 2
-        self._origin = origin_of(self.hf_ds_config)  # name of the configuration in error messages
-        # Set when the fields are combined with `hf_ds_config` (see `_combine`): the fields before. None until then.
-        self._passed: dict[str, Any] | None = None
-        # Values in `deepspeed_config` that have replaced "auto" (see `fill_in`), by their keys:
-        # {("bf16", "enabled"): True}.
+        # The plugin is in one of two states:
+        # - Before it is combined, `hf_ds_config` is what the user has passed, and `_passed` is None.
+        # - After `_combine`, `hf_ds_config` is a HfDeepSpeedConfig. Its dict is `deepspeed_config`, whose values count.
+        #   Fields only pass assignments on to it (`__setattr__`).
+        self._passed: dict[str, Any] | None = None  # the fields before `_combine`
+        # Path → value with which `fill_in` has replaced "auto" in `deepspeed_config`.
         self._filled: dict[KeyPath, Any] = {}
-        self._registered: HfDeepSpeedConfig | None = None  # transformers holds a weak reference to it
+        # Name of the user's configuration in error messages. It survives `_combine`, which replaces the configuration.
+        self._origin = origin_of(self.hf_ds_config)
+        # Set by `set_deepspeed_weakref`. transformers stores only a weak reference to it.
+        self._registered: HfDeepSpeedConfig | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Compare the fields with which the plugins were created, and not values that were combined or set later.
-
-        A second Accelerator accepts a plugin with the same fields although the first one has read its own.
-        """
         if not isinstance(other, DeepSpeedPlugin):
             return NotImplemented
-        return (self._passed or self.to_dict()) == (other._passed or other.to_dict())
+        # A second Accelerator may get an equal plugin although the first one, or transformers, has changed its own.
+        return self._fields_as_passed() == other._fields_as_passed()
+
+    def _fields_as_passed(self) -> dict[str, Any]:
+        return self.to_dict() if self._passed is None else self._passed
+
+    # The two states
 
     @property
     def _is_combined(self) -> bool:
-        # Not `self._passed`: while the dataclass is created, the attribute does not exist.
+        # By `vars`, because the generated `__init__` assigns the fields before `__post_init__` creates `_passed`.
         return vars(self).get("_passed") is not None
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute. Once the fields are combined, also change `deepspeed_config`."""
-        if name == "hf_ds_config" and self._is_combined:
+        if name == "deepspeed_config" or not self._is_combined:
+            super().__setattr__(name, value)
+        elif name == "hf_ds_config":
+            # `_filled` stays: transformers assigns an object with the values of the previous one.
+            super().__setattr__(name, _as_object(value))
             self._origin = origin_of(value)
-            value = _as_object(value)
-        super().__setattr__(name, value)
-        if name in _PATHS and self._is_combined:
-            set_value(self.deepspeed_config, _PATHS[name], value)
-            self._filled.pop(_PATHS[name], None)
+        else:
+            super().__setattr__(name, value)
+            if name in _PATHS:
+                set_value(self.deepspeed_config, _PATHS[name], value)
+                self._filled.pop(_PATHS[name], None)
+
+    def _combine(self) -> None:
+        """Combine the fields and `hf_ds_config`. From then on, the values in `deepspeed_config` count.
+
+        For example, `DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}, gradient_clipping=0.5)` gets
+        `zero_stage=1`, and `gradient_clipping` 0.5 in its configuration.
+        """
+        # These read the fields, so they come before any assignment.
+        content = self.strategy(1).engine_config.content
+        passed = self.to_dict()
+        combined = _as_object(self.hf_ds_config)
+        combined.config.update(content)
+        # `_passed` is still None, so these assignments do not write to a configuration.
+        for name, path in _PATHS.items():
+            value = look_up(content, path)
+            if getattr(self, name) is None and value != AUTO:
+                setattr(self, name, value)
+        self.hf_ds_config = combined
+        self._passed = passed
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration. Its values may be changed until the model is prepared.
 
-        `prepare` replaces each `"auto"` by the value that it infers from the model and the data. This is the dict in
-        `hf_ds_config`, which is a `HfDeepSpeedConfig` from the first read on.
+        `prepare` replaces each `"auto"` by the value that it infers from the model and the data.
         """
-        self._combine()
-        combined: Any = self.hf_ds_config
-        content: dict[str, Any] = combined.config
-        return content
+        if not self._is_combined:
+            self._combine()
+        return cast(HfDeepSpeedConfig, self.hf_ds_config).config
 
     @deepspeed_config.setter
     def deepspeed_config(self, config: dict[str, Any]) -> None:
-        self._combine()
-        combined: Any = self.hf_ds_config
-        combined.config = config
-
-    def _combine(self) -> None:
-        """Combine the fields with `hf_ds_config`. Does nothing the second time."""
-        if self._is_combined:
-            return
-        # `strategy` and `to_dict` come first: they read the fields as the user has passed them.
-        content = self.strategy(1).engine_config.content
-        passed = self.to_dict()
-        for name, path in _PATHS.items():
-            value = look_up(content, path)
-            if getattr(self, name) is None and value != AUTO:
-                setattr(self, name, value)
-        combined = _as_object(self.hf_ds_config)
-        combined.config.update(content)
-        self.hf_ds_config = combined
-        self._passed = passed  # from now on, `__setattr__` also changes `deepspeed_config`
+        # transformers assigns the dict of the HfDeepSpeedConfig that it has assigned before.
+        if not self._is_combined:
+            self._combine()
+        cast(HfDeepSpeedConfig, self.hf_ds_config).config = config
 
     @property
     def _user_config(self) -> str | Path | Mapping[str, Any] | None:
@@ -186,7 +188,7 @@ class DeepSpeedPlugin(KwargsHandler):
 
         The next model that is prepared infers these values again, unless they are changed in `deepspeed_config`.
         """
-        config = self.deepspeed_config
+        config = self.deepspeed_config  # also combines the plugin, on which `_user_config` depends
         still_open = read_config(self._user_config)  # a copy, in which each value to be replaced is "auto"
         # The run sets these values in a configuration without them, too.
         always: list[KeyPath] = [("fp16", "enabled"), ("bf16", "enabled"), ("gradient_accumulation_steps",)]
@@ -260,7 +262,7 @@ class DeepSpeedPlugin(KwargsHandler):
         """Return the strategy with the same options.
 
         Args:
-            num_processes: Has no effect. All plugins have this argument, because some divide the processes.
+            num_processes: Not used. Plugins of other engines use it.
 
         Raises:
             ConfigurationError: An option is unknown, the strategy does not support it, or it differs from
@@ -291,3 +293,12 @@ class DeepSpeedPlugin(KwargsHandler):
                 f"these fields of DeepSpeedPlugin, or their environment variables, differ from hf_ds_config (in "
                 f'parentheses): {", ".join(different)}. Remove them, or write "auto" in the configuration.'
             )
+
+
+def _as_object(config: Any) -> HfDeepSpeedConfig:
+    """Return `config` if it is a `HfDeepSpeedConfig`, or else an object with a copy of its content."""
+    if isinstance(config, HfDeepSpeedConfig):
+        return config
+    wrapped = HfDeepSpeedConfig({})  # without a stage: at stage 3, the constructor connects DeepSpeed
+    wrapped.config = read_config(config)
+    return wrapped

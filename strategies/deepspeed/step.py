@@ -1,4 +1,4 @@
-"""The optimizer step of a task whose DeepSpeed engine runs backward, averages and clips gradients, and steps."""
+"""The optimizer step of a task whose engine (DeepSpeed) runs backward, averages gradients and updates the weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ from trainwright.strategies.steps.step import AutomaticStep, StepParts
 class EngineStep(AutomaticStep):
     """A step through a DeepSpeed engine.
 
-    The base class decides when gradients are zeroed: `_zeroed` is True if the gradients of the previous step are gone,
-    and `_zero_late` if they are zeroed only before the next backward, for hooks that read them. `_own_step` is the
-    task's `optimizer_step` if it overrides this method, or else None.
-
     Args:
         parts: See `StepParts`.
         model: The model and its engine.
@@ -37,7 +33,9 @@ class EngineStep(AutomaticStep):
         self._check_trained = model.check_trained
         self._clipping = None if clipping is None else GradientClip(clipping)
         self._backward = self._run_backward
-        self._zeroed = not self._zero_late  # the engine zeroes gradients; hooks are still called
+        # The engine frees gradients in its step. `_zero_gradients`, before the next backward, is needed only to call the
+        # hooks that the base class has found (`_zero_late`).
+        self._zeroed = not self._zero_late
 
     def _run_backward(self, loss: torch.Tensor) -> None:
         self._check_trained()
@@ -52,7 +50,7 @@ class EngineStep(AutomaticStep):
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         norm = self._prepare_clipping(self._clipping if clip is None else clip)
-        if self._own_step is None:
+        if self._own_step is None:  # the task does not define `optimizer_step`
             self._engine.step()
         else:
             optimizer: Any = EngineOptimizer(self.optimizers[0], self._engine)
@@ -85,8 +83,8 @@ class EngineStep(AutomaticStep):
             return None
         # The engine divides by the loss scale of float16 in its step, so the shards are still multiplied by it.
         scale = float(self._shards.zero.loss_scale)
-        is_unique = True  # no other rank holds the same shard
-        gradients = [(gradient, is_unique) for _, gradient in self._shards.gradients()]
+        # True: no other rank holds the same shard.
+        gradients = [(gradient, True) for _, gradient in self._shards.gradients()]
         norm = clip_shards(gradients, replace(clip, value=clip.value * scale), self.parts.device)
         if norm is None:  # clipping by value computes none
             return None
@@ -130,6 +128,6 @@ class EngineOptimizer:
         return loss
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "optimizer" not in vars(self):  # `copy` reads attributes of an empty object
+        if name == "optimizer":  # not set yet, while the object is copied
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -43,7 +43,7 @@ class ZeroGradients(Gradients):
         """Run backward through the engine of the model that was called since the previous backward.
 
         Raises:
-            ConfigurationError: Several models were called, `kwargs` has another argument than `retain_graph` and
+            ConfigurationError: Several models were called, `kwargs` has other arguments than `retain_graph` and
                 `scale_wrt_gas=False`, or the step's last micro-batch has already run backward.
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
@@ -88,13 +88,13 @@ class ZeroGradients(Gradients):
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         parameters = list(parameters)
-        models = self._by_model(parameters)
-        if any(model.shards is None for model, _ in models):
+        by_model = self._by_model(parameters)
+        if any(model.shards is None for model, _ in by_model):
             return clip_gradients(parameters, clip)  # stage 0: all gradients are full
         shards: list[tuple[torch.Tensor, bool]] = []  # with True: no other rank holds the same shard
         scales: set[float] = set()
-        for model, contained in models:
-            assert model.shards is not None
+        for model, contained in by_model:
+            assert model.shards is not None  # checked above
             ids = {id(parameter) for parameter in contained}
             for parameter, gradient in model.shards.gradients():
                 if id(parameter) in ids:
@@ -137,8 +137,8 @@ class ZeroGradients(Gradients):
 class ZeroOptimizer(Optimizer):
     """Wrapper of an optimizer that DeepSpeed's engine steps. Other attributes are those of the wrapped optimizer."""
 
-    # `Optimizer.__init__` is not called: it would give the wrapper groups and a state of its own.
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
+        # Without `Optimizer.__init__`, whose `state` and `param_groups` would hide those of the wrapped optimizer.
         self.optimizer = model.optimizer
         self.zero = model
         self._gradients = gradients
@@ -158,15 +158,22 @@ class ZeroOptimizer(Optimizer):
         model.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard gradients that no step has used. `set_to_none` has no effect.
+        """Discard gradients that no step has used. The engine's step frees the gradients that it uses.
 
-        The engine's step frees the gradients that it uses.
+        Args:
+            set_to_none: Has no effect: gradients are always freed.
         """
         if self.zero.holds_gradients:
             self._gradients.free(self.zero.model.parameters())
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # `Optimizer.__getstate__` omits the wrapped optimizer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "optimizer" not in vars(self):  # `copy` reads attributes of an empty object
+        if name == "optimizer":  # not set yet, while the object is copied
             raise AttributeError(name)
         attribute = getattr(self.optimizer, name)
         if name in ("train", "eval"):

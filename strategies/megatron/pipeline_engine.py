@@ -53,6 +53,8 @@ class PipelineOptions:
 class PipelineEngine(FSDPEngine):
     """Engine that trains pipeline stages on several ranks. Further ranks shard each stage and split its layers.
 
+    `FSDPEngine` shards the stages of this rank as it shards a full model.
+
     Args:
         strategy, settings: See `Engine`.
         options: Options of the pipeline.
@@ -68,10 +70,11 @@ class PipelineEngine(FSDPEngine):
     def __init__(self, strategy: FSDPStrategy, settings: EngineSettings, *, options: PipelineOptions) -> None:
         super().__init__(strategy, settings)
         self._options = options
-        # Set by `_divide`: the one model that `prepare` received, and the stages of its tensors.
+        # Set by `_find_stages`: the model that `prepare` received, and the stages of its tensors.
         self._model: nn.Module
         self._tensor_stages: TensorStages
-        self._undo_pipeline: ExitStack | None = None  # restores the model; None before `_divide` and after `_unwrap`
+        # Changes of the model. `_unwrap` undoes the last one first: the calls of modules, then the wrappers of layers.
+        self._undo_pipeline = ExitStack()
 
     def start(self, topology: Topology) -> None:
         # Without the argument, the last stage would store the outputs of all micro-batches.
@@ -87,8 +90,7 @@ class PipelineEngine(FSDPEngine):
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         """Divide a model into stages, and let the optimizers step those of this rank. Collective.
 
-        The Trainer passes `roots`, and its task as the only model. Without `roots`, the model belongs to a user-written
-        loop.
+        The Trainer passes `roots`. Without them, the model belongs to a user-written loop.
 
         Raises:
             ConfigurationError: Pipelines do not support the loop or the model.
@@ -99,7 +101,7 @@ class PipelineEngine(FSDPEngine):
             self._warn_of_idle_stages(plan)
         self._check_before(models, optimizers)
         prepared: list[PreparedModel] = []
-        for model in models:
+        for model in models:  # at most one: the task, or the model of a loop (see `_check_loop`)
             if roots:
                 self._divide(model)
                 prepared.append(PreparedModel.unchanged(model))  # a step runs the stages
@@ -128,7 +130,7 @@ class PipelineEngine(FSDPEngine):
             )
 
     def _prepare_for_loop(self, model: nn.Module) -> PreparedModel:
-        """Divide the model of a user-written loop. The loop's optimizers already hold its parameters."""
+        """Divide the model of a user-written loop, whose optimizers already hold its parameters. Collective."""
         old_parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         if self.precision.autocast_dtype is not None:
             widen(old_parameters.values())
@@ -136,8 +138,7 @@ class PipelineEngine(FSDPEngine):
         # Plain names, because recomputed layers are wrapped now.
         new_parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         for name, old in old_parameters.items():
-            # `FSDPEngine._over_shards`, which `prepare` calls, replaces them in the optimizers.
-            self._replaced[old] = new_parameters[name]
+            self._replaced[old] = new_parameters[name]  # `_over_shards` replaces them in the optimizers
         loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, self._options.num_micro_batches)
         return PreparedModel(call=loop, attributes=model, run_group=loop.forward_backward)
 
@@ -150,57 +151,43 @@ class PipelineEngine(FSDPEngine):
     def _divide(self, model: nn.Module) -> None:
         """Divide a model into stages, and keep those of this rank. Collective.
 
-        The order is required: stages are found while the model has all weights, recomputed layers are wrapped before
-        that so that the stages contain the wrappers, and calls of modules are changed last, when the stages have their
-        final parameters.
+        Each step needs the results of the steps before:
+
+        1. `_find_stages` needs all layers on every rank.
+        2. `_build_weights` builds the weights of all stages, and frees those of other ranks.
+        3. `_shard` replaces the parameters of this rank's stages by shards.
+        4. `_narrow_in_no_stage` and `_count_norm_once` refer to the parameters that the model has after step 3.
+        5. `Pipeline.install` changes the calls of modules, and hides the parameters of other ranks, which the steps
+           above still read.
+        6. `_align_generators` comes after step 2, in which `reset_parameters` draws random numbers.
         """
-        self._model = model
-        rank_of_stage = ranks_of_stages(self._options.schedule, self._options.pp, self._options.stages_per_rank)
-        links = StageLinks(self.mesh["pp"].get_group(), rank_of_stage, self.device)
-        # An ExitStack undoes the last change first: the calls of modules, then the wrappers of layers.
-        self._undo_pipeline = ExitStack()
-        self._undo_pipeline.callback(self._wrap_recomputed(model, len(rank_of_stage)))
-        stages = find_stages(model, len(rank_of_stage), self._options.split_points)
-        self.pipeline = Pipeline(model, stages, links)
-        self._tensor_stages = TensorStages.of(model, self.pipeline.modules)
-        own_stages = nn.ModuleList(self.pipeline.modules[stage] for stage in links.own)
+        self._find_stages(model)
+        own_stages = nn.ModuleList(self.pipeline.modules[stage] for stage in self.pipeline.links.own)
         self._build_weights(model, own_stages)
         sharded = self._shard(model, own_stages)
         self.pipeline.release = sharded.reshard
         self._narrow_in_no_stage(model)
-        self._count_once(sharded)
+        self._count_norm_once(model, sharded)
         self._undo_pipeline.callback(self.pipeline.install())
         self._align_generators()
 
-    def _wrap_recomputed(self, model: nn.Module, num_stages: int) -> Callable[[], None]:
-        """Wrap the layers whose activations are recomputed. Return the function that removes the wrappers."""
+    def _find_stages(self, model: nn.Module) -> None:
+        """Wrap recomputed layers, and find the stages of a model and of its tensors. Not collective."""
+        self._model = model
+        options = self._options
+        rank_of_stage = ranks_of_stages(options.schedule, options.pp, options.stages_per_rank)
+        num_stages = len(rank_of_stage)
+        links = StageLinks(self.mesh["pp"].get_group(), rank_of_stage, self.device)
+        # Wrap first, so that the stages contain the wrappers.
         recomputed = self._recomputed()
-        layers: list[nn.Module] = []
+        recomputed_layers: list[nn.Module] = []
         if self.strategy.activation_checkpointing:
-            layers.extend(layers_of(model, num_stages).values())
-        recomputed.wrap(model, layers)
-        return recomputed.unwrap
-
-    def _count_once(self, sharded: ParallelModel) -> None:
-        """Count a parameter in several stages or in no stage once in the gradient norm.
-
-        After `_sum_shared`, several ranks have its gradient. The rank of the stage that owns the parameter counts it.
-        """
-        own_stages = self.pipeline.links.own
-        for name, parameter in self._model.named_parameters():
-            is_on_several_ranks = name in self._tensor_stages.ties or self._tensor_stages.is_in_no_stage(name)
-            if is_on_several_ranks and self._tensor_stages.owner(name) not in own_stages:
-                sharded.counted[id(parameter)] = False
-
-    def _align_generators(self) -> None:
-        """Give ranks that read the same batches the generators of the first of them. Collective.
-
-        With different generators, they could compute different inputs and targets.
-        """
-        ranks = self.data_ranks
-        first_reader = ranks.members[ranks.reader * ranks.parts]
-        states = self.processes.gather_object(rng_state(self.device))
-        set_rng_state(states[first_reader], self.device)
+            recomputed_layers.extend(layers_of(model, num_stages).values())
+        recomputed.wrap(model, recomputed_layers)
+        self._undo_pipeline.callback(recomputed.unwrap)
+        stages = find_stages(model, num_stages, options.split_points)
+        self.pipeline = Pipeline(model, stages, links)
+        self._tensor_stages = TensorStages.of(model, self.pipeline.modules)
 
     def _build_weights(self, model: nn.Module, own_stages: nn.ModuleList) -> None:
         """Build the weights of all stages, one stage at a time, and free those of other ranks. Collective."""
@@ -220,6 +207,8 @@ class PipelineEngine(FSDPEngine):
         """Shard the stages of this rank and split their layers. Collective."""
         # The list holds the old parameters, so that no other object gets their ids.
         old_parameters = list(own_parameters(own_stages))
+        # Without a `MetaBuilding`, `_parallelize` builds no weights and wraps no recomputed layers: `_build_weights`
+        # and `_find_stages` have done so.
         sharded = self._parallelize(model, list(own_stages), None)
         # Sharding replaces parameters in the modules of this rank's stages. Replace tied ones in other stages, too.
         new_by_id: dict[int, nn.Parameter] = {}
@@ -242,6 +231,27 @@ class PipelineEngine(FSDPEngine):
             if id(parameter) in ids_in_no_stage:
                 places.append((module, key))
         self.pipeline.narrow(dtype, places)
+
+    def _count_norm_once(self, model: nn.Module, sharded: ParallelModel) -> None:
+        """Let the gradient norm count parameters in several stages or in no stage only once. Not collective.
+
+        After `_sum_shared`, several ranks have the gradient of such a parameter. The rank of the stage that owns the
+        parameter counts it.
+        """
+        for name, parameter in model.named_parameters():
+            is_on_several_ranks = name in self._tensor_stages.ties or self._tensor_stages.is_in_no_stage(name)
+            if is_on_several_ranks and self._tensor_stages.owner(name) not in self.pipeline.links.own:
+                sharded.counted[id(parameter)] = False
+
+    def _align_generators(self) -> None:
+        """Set the random generators of this rank to those of the first rank that reads its batches. Collective.
+
+        With different generators, ranks that read the same batches could compute different inputs and targets.
+        """
+        ranks = self.data_ranks
+        first_reader = ranks.members[ranks.reader * ranks.parts]
+        states = self.processes.gather_object(rng_state(self.device))
+        set_rng_state(states[first_reader], self.device)
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
@@ -290,9 +300,10 @@ class PipelineEngine(FSDPEngine):
         """
         has_gradient = [int(parameter.grad is not None) for parameter in parameters]
         by_rank = self.processes.gather_integers(has_gradient)
+        by_parameter = zip(*by_rank, strict=True)
         ranks = self.data_ranks
-        for parameter, of_ranks in zip(parameters, zip(*by_rank, strict=True), strict=True):
-            if not any(of_ranks):
+        for parameter, has_gradient_on_ranks in zip(parameters, by_parameter, strict=True):
+            if not any(has_gradient_on_ranks):
                 continue  # optimizers skip an unused parameter, whose gradient is None
             gradient = _grad_shard(parameter)  # zeros in stages that do not use the parameter
             dist.all_reduce(gradient, group=self.pipeline.links.group)
@@ -332,7 +343,10 @@ class PipelineEngine(FSDPEngine):
         return super()._state_of(module, optimizers, names, make)
 
     def begin_evaluation(self) -> None:
-        """Broadcast buffers over data-parallel ranks, and those in no stage from the last stage. Collective."""
+        """Broadcast buffers over data-parallel ranks, and buffers in no stage from the rank of the last stage.
+
+        Collective.
+        """
         group = self.data_ranks.group
         if group is not None:
             for buffer in self.task.buffers():
@@ -380,9 +394,7 @@ class PipelineEngine(FSDPEngine):
                 load_named_optimizer_state(optimizer, state, names)
 
     def _unwrap(self) -> None:
-        if self._undo_pipeline is not None:
-            self._undo_pipeline.close()
-            self._undo_pipeline = None
+        self._undo_pipeline.close()  # has no effect the second time
         super()._unwrap()
 
 

@@ -88,6 +88,8 @@ class ScaledOptimizer:
         return None if closure is None else closure()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not set yet, while the object is copied
+            raise AttributeError(name)
         return getattr(self.optimizer, name)
 
 

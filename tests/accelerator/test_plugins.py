@@ -245,6 +245,16 @@ def test_fields_and_configuration_of_a_deepspeed_plugin_may_change_after_it_was_
     accelerator.end_training()
 
 
+def test_a_configuration_that_is_assigned_to_a_deepspeed_plugin_is_that_of_its_object() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=1)
+    plugin.deepspeed_config = {"zero_optimization": {"stage": 3}}
+    config: Any = plugin.hf_ds_config
+    assert config.config is plugin.deepspeed_config
+    assert config.is_zero3()
+    assert plugin.strategy(1).engine_config.stage == 3
+    assert plugin == DeepSpeedPlugin(zero_stage=1)
+
+
 def test_another_accelerator_has_the_plugins_of_the_first() -> None:
     with pytest.raises(ConfigurationError, match="no Accelerator has DeepSpeed plugins"):
         get_active_deepspeed_plugin(AcceleratorState(cpu=True))
