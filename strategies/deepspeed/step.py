@@ -33,8 +33,8 @@ class EngineStep(AutomaticStep):
         self._check_trained = model.check_trained
         self._clipping = None if clipping is None else GradientClip(clipping)
         self._backward = self._run_backward
-        # The engine frees gradients in its step. `_zero_gradients`, before the next backward, is needed only to call the
-        # hooks that the base class has found (`_zero_late`).
+        # The engine frees gradients in its step. `_zero_gradients`, before the next backward, is needed only to call
+        # the hooks that the base class has found (`_zero_late`).
         self._zeroed = not self._zero_late
 
     def _run_backward(self, loss: torch.Tensor) -> None:
