@@ -146,6 +146,7 @@ def measure_forward(folder: Path, num_layers: int, rounds: int, tokens: int, bar
         parameter.data = parameter.data.clone()
     models: dict[str, nn.Module] = {
         "in memory": memory,
+        "mapped by hand": load_raw(empty(num_layers), folder),  # what any forward on weights of a file costs here
         "from the disk": load_ours(empty(num_layers), folder, "disk"),
         "from the disk, no prefetch": load_checkpoint_and_dispatch(
             empty(num_layers), folder, device_map={"": "disk"}, prefetch_bytes=0

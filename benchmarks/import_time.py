@@ -5,6 +5,9 @@
 Processes are started in turn; a figure is the median over rounds, a difference that of the same round. Bytecode is
 cached by the round that is thrown away, as it is on a machine where a package is installed.
 
+The bars of the imports are of the import statement alone, timed in its process: importing torch takes ten times as
+long, and from one process to the next it differs by as much as the bar allows.
+
 torch's import leaves a full garbage collection due (0.09 s), which any program makes once it has some 8,000 objects of
 its own. Every process here makes it directly after torch, so that it is not a part of the differences.
 """
@@ -27,6 +30,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 _NAMES = "from trainwright import Callback, DataModule, TaskModule, Trainer"
+_STATEMENTS = ("import trainwright", _NAMES)
 _TORCH = "import gc, torch; gc.collect()"
 _CODE = {
     "python": "pass",
@@ -39,6 +43,14 @@ _PEERS = {
     "lightning": "from lightning import LightningModule, Trainer",
     "accelerate": "from accelerate import Accelerator",
 }
+# Prints the seconds of one import statement after torch.
+_STATEMENT = """
+import gc, time, torch
+gc.collect()
+start = time.perf_counter()
+{}
+print(time.perf_counter() - start)
+"""
 _HELP = "from trainwright.cli.main import main; main(['--help'])"
 _HELP_ROW = "trainwright --help"
 # After what a script imports anyhow: looking the function up and calling it, twice; and what that has imported.
@@ -69,6 +81,11 @@ def run_fresh(code: str) -> float:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.perf_counter() - start
+
+
+def time_statement(statement: str) -> float:
+    """Time one import statement in a fresh interpreter that has imported torch; returns seconds."""
+    return float(*_read(_STATEMENT.format(statement)))
 
 
 def first_dispatch(folder: str) -> tuple[float, float]:
@@ -107,6 +124,7 @@ def main() -> None:
         os.environ["PYTHONPYCACHEPREFIX"] = f"{folder}/bytecode"
         save_file(nn.Linear(4, 4).state_dict(), f"{folder}/model.safetensors")
         seconds = interleave(runs, rounds)
+        statements = interleave({name: partial(time_statement, name) for name in _STATEMENTS}, rounds)
         dispatches = [first_dispatch(folder) for _ in range(rounds + 1)][1:]
 
     print(f"\n{describe_machine()}")
@@ -118,9 +136,9 @@ def main() -> None:
     ]
     print_table(["process", "median", "least", "over import torch"], rows)
     bars = Bars()
-    alone, names = seconds["import torch, trainwright"], seconds[list(_CODE)[-1]]
-    bars.add("import trainwright, over torch", median_difference(alone, torch), 0.2, "s")
-    bars.add("… and its Trainer and TaskModule", median_difference(names, torch), 0.15, "s")
+    alone, names = (statistics.median(statements[name]) for name in _STATEMENTS)
+    bars.add("import trainwright, after torch", alone, 0.2, "s")
+    bars.add("… and its Trainer and TaskModule", names, 0.15, "s")
     bars.add("trainwright --help", statistics.median(seconds[_HELP_ROW]), 0.5, "s")
     bars.add("… importing torch", float(help_imports_torch()), 0, "times")
     more, imports = (statistics.median(column) for column in zip(*dispatches, strict=True))

@@ -31,7 +31,8 @@ class ClearMLLogger(QueuedLogger):
     Args:
         project_name: the project. Default: `"trainwright_logs"`.
         task_name: the task's name. Default: None, the name of the Trainer's run, or `"run"`.
-        task_id: the task to continue. It has no effect offline. Default: None, which creates a task.
+        task_id: the task to continue. Offline, a new task is created, with a warning. Default: None, which creates a
+            task.
         offline: write files only. Default: None, ClearML's own setting: `CLEARML_OFFLINE_MODE=1` or
             `Task.set_offline(True)`.
         prefix, log_model: see `RemoteLogger`.
@@ -68,6 +69,10 @@ class ClearMLLogger(QueuedLogger):
         options["project_name"] = self._project
         options["task_name"] = self._task_name or run.run_name or "run"
         continues = self._id is not None and not self._offline
+        if self._is_id_fixed and self._offline:
+            self.warn_once(
+                f"ClearMLLogger: ClearML cannot continue the task {self._id} offline. A new task is created."
+            )
         if continues:
             options["continue_last_task"] = self._id
         options.update(self._options)

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any, Literal
 
-from trainwright.core.errors import require_package
+from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.trackers.queued import Pixels, QueuedLogger, to_image
@@ -38,10 +38,13 @@ class CometLogger(QueuedLogger):
             `"get"`.
         online: False only writes files. Default: None, Comet's setting.
         prefix, log_model: see `RemoteLogger`.
-        experiment_config: a `comet_ml.ExperimentConfig`, which replaces `options`. What Comet records besides logged
+        experiment_config: a `comet_ml.ExperimentConfig`, instead of `options`. What Comet records besides logged
             values then depends on it. Default: None.
         options: arguments of `comet_ml.ExperimentConfig`, for example `name` (default here: the name of the Trainer's
             run), `tags`, `offline_directory`.
+
+    Raises:
+        ConfigurationError: `experiment_config` and `options` were both passed.
     """
 
     _package = "comet_ml"
@@ -61,6 +64,11 @@ class CometLogger(QueuedLogger):
         experiment_config: Any = None,
         **options: Any,
     ) -> None:
+        if experiment_config is not None and options:
+            raise ConfigurationError(
+                f"CometLogger received experiment_config= and {', '.join(sorted(options))}. Set these options in the "
+                "ExperimentConfig, or remove experiment_config=."
+            )
         super().__init__(prefix=prefix or "", log_model=log_model, project=project, id=experiment_key)
         # Arguments of `comet_ml.start`.
         self._start_options = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}

@@ -34,8 +34,8 @@ class HfDeepSpeedConfig:
         if self.is_zero3() and dist.is_initialized():
             state = PartialState()
             library = load_library(state.device.type)
+            weakref.finalize(self, disconnect, library)  # first: it also undoes a call of `connect` that fails
             connect(library, state.topology)
-            weakref.finalize(self, disconnect, library)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"

@@ -58,15 +58,15 @@ class SlowSGD(torch.optim.SGD):
 
 
 class Net(tw.TaskModule):
-    def __init__(self, seconds: float = 0.0, nap: float = 0.0):
+    def __init__(self, seconds: float = 0.0, nap: float = 0.0, factor: float = 1.0):
         super().__init__()
-        self.seconds, self.nap = seconds, nap
+        self.seconds, self.nap, self.factor = seconds, nap, factor
         self.layer = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
         TASKS.append(self)
 
     def training_step(self, batch, batch_idx):
         with self.trainer.profiler.profile("own"):
-            loss = self.layer(batch).square().mean()
+            loss = self.layer(batch).square().mean() * self.factor
         self.log("loss", loss)
         return loss
 
@@ -149,6 +149,12 @@ def test_parts_sum_to_the_measured_step(capsys: pytest.CaptureFixture[str]) -> N
     assert sum(found["parts"].values()) == pytest.approx(found["step_ms"])
     assert min(found["parts"].values()) >= 0
     assert found["parts"][OTHER] < 0.5 * found["step_ms"]  # little is left out
+
+
+@pytest.mark.filterwarnings("ignore:loss is nan")
+def test_losses_that_are_not_finite_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _profile(capsys, "task.factor=.nan")
+    assert set(found["losses"]) == {"NaN"}
 
 
 @pytest.mark.slow

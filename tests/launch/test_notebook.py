@@ -102,6 +102,23 @@ def test_wrong_arguments_are_errors(arguments: dict[str, object], told: str) -> 
         notebook_launcher(_facts, **arguments)  # type: ignore[arg-type]  # wrong on purpose
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_machines_that_do_not_meet_are_an_error(backend: str) -> None:
+    with pytest.raises(WorkerError, match=r"machines did not meet at 127\.0\.0\.1:1, or lost contact"):
+        notebook_launcher(
+            _facts,
+            ("w",),
+            num_processes=1,
+            num_nodes=2,
+            node_rank=1,
+            use_port=1,  # nothing listens there
+            rdzv_backend=backend,
+            rdzv_conf={"timeout": 2, "read_timeout": 2, "join_timeout": 2},
+        )
+
+
 # It has no `if __name__ == "__main__"`.
 _SCRIPT = """
 import os, sys, time

@@ -58,6 +58,23 @@ class RollBack(Exception):
         self.request = request
 
 
+@dataclass(frozen=True, slots=True)
+class _SavePlan:
+    """What rank 0 knows about a checkpoint before the process ends.
+
+    Attributes:
+        written: this run's checkpoint of the current step. None if there is none.
+        needed_s: the time that a save needs, in seconds.
+        left_s: seconds until the process is killed.
+        name: name of the checkpoint.
+    """
+
+    written: Path | None
+    needed_s: float
+    left_s: float
+    name: str
+
+
 def unit_of(place: Mapping[str, int]) -> str:
     """Return the first of `"samples"`, `"micro_batches"` and `"batch"` that a position in an epoch has.
 
@@ -145,24 +162,29 @@ class Recovery:
         if state.step == 0:
             return "no checkpoint was written, because no step was completed."
         # Rank 0 measures and decides, so that all ranks take the same branch below.
-        plan: Any = None
+        plan: _SavePlan | None = None
         if self._engine.is_main:
             folder = self._places.run_folder
-            # A checkpoint written before the validation of this step lacks the validation's results.
-            written = None if state.validation_owed else folder.find(state.step)
-            name = folder.free_name(PREEMPTED_NAME)
-            plan = (written, self._saves.longest_write_s, self.preemption.remaining_s(), name)
-        written, needed_s, left_s, name = self._engine.processes.broadcast_object(plan)
-        if written is not None:
-            return f"{written} already holds this step. Resume with fit(ckpt_path='last')."
-        if left_s < needed_s + MARGIN_S:
+            plan = _SavePlan(
+                # A checkpoint written before the validation of this step lacks the validation's results.
+                written=None if state.validation_owed else folder.find(state.step),
+                needed_s=self._saves.longest_write_s,
+                left_s=self.preemption.remaining_s(),
+                name=folder.free_name(PREEMPTED_NAME),
+            )
+        plan = self._engine.processes.broadcast_object(plan)
+        assert plan is not None  # rank 0's
+        if plan.written is not None:
+            return f"{plan.written} already holds this step. Resume with fit(ckpt_path='last')."
+        if plan.left_s < plan.needed_s + MARGIN_S:
             return (
-                f"no checkpoint was written, because {left_s:.1f} s of preemption_grace are left and the slowest save "
-                f"took {needed_s:.1f} s. Earlier checkpoints are complete. Resume with fit(ckpt_path='last')."
+                f"no checkpoint was written, because {plan.left_s:.1f} s of preemption_grace are left and the slowest "
+                f"save took {plan.needed_s:.1f} s. Earlier checkpoints are complete. Resume with "
+                "fit(ckpt_path='last')."
             )
         self._saves.raises = True  # otherwise the message below would report a checkpoint that was not written
         try:
-            self._saves.request(SaveRequest(name))
+            self._saves.request(SaveRequest(plan.name))
             self._saves.execute_requests()
             self._saves.finish()
         except (OSError, CheckpointError) as error:
@@ -172,7 +194,7 @@ class Recovery:
                 f"no checkpoint was written, because the run was about to roll back: {rollback}. Earlier checkpoints "
                 "are complete. Resume with fit(ckpt_path='last')."
             )
-        return f"wrote {self._places.folder / name}. Resume with fit(ckpt_path='last')."
+        return f"wrote {self._places.folder / plan.name}. Resume with fit(ckpt_path='last')."
 
     # Rollbacks
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.loggers import Logger
+from trainwright.loggers.hyperparams import json_safe
 from trainwright.profilers.step_parts import OTHER, StepPartsProfiler
 from trainwright.strategies.precision_names import parse_precision
 
@@ -310,7 +311,7 @@ def _report(gather: _Gather, wanted: argparse.Namespace) -> None:
             "slowest_rank": slowest,
             "slowest": gather.ranks[slowest]["parts"],
         }
-        print(json.dumps(numbers, indent=2))
+        print(json.dumps(json_safe(numbers), indent=2, allow_nan=False))
         return
     _print_parts(gather.ranks, slowest, wanted.warmup)
     print(f"Largest part: {largest}.")

@@ -19,6 +19,7 @@ from trainwright.cli.main import INTERRUPTED
 from trainwright.cli.remedies import REMEDIES, Remedy, arguments, change
 from trainwright.core.errors import ConfigurationError, TrainwrightError, unknown
 from trainwright.core.process import detect, environment
+from trainwright.loggers.hyperparams import json_safe
 
 _MARK = "# Written by `trainwright profile --apply`, with every default filled in."
 _WIDTHS = "{:<36}{:>11}{:>11}{:>10}{:>9}  {}"
@@ -443,7 +444,7 @@ def tune(words: list[str], names: Sequence[str], wanted: Any) -> int:
             "total": None if total is None else asdict(total),
             "output": None if total is None else str(target),
         }
-        print(json.dumps(output, indent=2))
+        print(json.dumps(json_safe(output), indent=2, allow_nan=False))
     elif total is not None:
         print(f"{total}\nConfiguration: {target}")
     else:

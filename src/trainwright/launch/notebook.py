@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, WorkerError
 from trainwright.core.process import variable
@@ -96,7 +97,8 @@ def notebook_launcher(
     Raises:
         ConfigurationError: An argument is not valid, or this process has already created an Accelerator or used CUDA.
         KeyboardInterrupt: This process received a signal, such as that of a notebook's stop button.
-        WorkerError: A process has failed. The error contains its traceback. All other processes have ended.
+        WorkerError: A process has failed, or the machines did not meet or lost contact. The error contains the
+            traceback of the process. All other processes have ended.
     """
     accelerators = torch.accelerator.device_count()
     local = num_processes
@@ -218,9 +220,17 @@ def _launch(
             # torch sets this variable, too. Here, `patch_environment` removes it at the end.
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS),
         }
+        from torch.distributed.elastic.rendezvous import RendezvousError  # importing it takes seconds
+
         try:
             with patch_environment(**settings), _kept_signal_handlers():
                 first = run_agent(command, local, str(folder / "logs"))
+        except (DistError, RendezvousError) as error:
+            kind = type(error).__name__
+            raise WorkerError(
+                f"the machines did not meet at {config.main_process_ip}:{config.main_process_port}, or lost contact "
+                f"({kind}: {error}). Check that notebook_launcher is called on all of them."
+            ) from error
         except SystemExit as error:  # a signal, such as the one of a notebook's stop button
             raise KeyboardInterrupt from error
         if first is not None:

@@ -17,6 +17,7 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import ClearMLLogger, CometLogger, DVCLiveLogger, MLFlowLogger, SwanLabLogger, TrackioLogger
 from trainwright.loggers.logger import RunInfo
 
@@ -239,6 +240,20 @@ def test_comet_holds_parameters_and_assets(tmp_path: Path) -> None:
     assert "rows_step_3.csv" in {one.get("fileName") for one in uploads}
     others = {m["payload"]["key"]: m["payload"]["value"] for m in messages if m["type"] == "log_other"}
     assert others["status"] == "success"
+
+
+@pytest.mark.requires("comet_ml", REASON)
+def test_comet_accepts_a_configuration_or_options_but_not_both() -> None:
+    with pytest.raises(ConfigurationError, match="experiment_config= and name, tags"):
+        CometLogger(experiment_config=object(), tags=["a"], name="night")
+
+
+@pytest.mark.requires("clearml", REASON)
+def test_clearml_warns_of_a_task_that_it_cannot_continue_offline(tmp_path: Path) -> None:
+    logger = ClearMLLogger("p", task_id="abc", offline=True)
+    with pytest.warns(TrainwrightWarning, match="cannot continue the task abc offline"):
+        _started(logger, tmp_path)
+    logger.finish("success")
 
 
 @pytest.mark.requires("dvclive", REASON)
