@@ -294,9 +294,10 @@ class AlignDevicesHook(ModelHook):
     def _fetch(self, device: torch.device) -> Fetched:
         assert self.weights_map is not None
         weights = []
-        for slot in self._slots:
-            value = self.weights_map[slot.name]
-            weights.append((slot.name, value, slot.placeholder.dtype, self._spans.get(slot.name)))
+        with without_guard():
+            for slot in self._slots:
+                value = self.weights_map[slot.name]
+                weights.append((slot.name, value, slot.placeholder.dtype, self._spans.get(slot.name)))
         copies = (self.prefetcher or _NO_PREFETCH).copies_to(device)
         if not copies.is_async:  # otherwise the copies read the files into pinned memory
             load_spans(self._spans.values())
@@ -353,7 +354,10 @@ class AlignDevicesHook(ModelHook):
 
     def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
         """Begin the first use. `device` is that of `load`."""
-        if device is None and self._ready and self._is_still_ready() and self._is_cached():
+        if device is None and self._ready and self._is_still_ready():
+            if not self._is_cached():
+                assert self.execution_device is not None
+                self._fetched(self.execution_device)  # reads the files again, of which the tensors are views
             self._present += self._ready
             for table, leaf, _, weight in self._ready:
                 table[leaf] = weight
