@@ -93,7 +93,7 @@ class Timer(Callback):
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         self._is_over = False
         if self.duration_s is not None:
-            self._look(trainer)  # a resumed run may have used up its time already
+            self._check_time(trainer)  # a resumed run may have used up its time already
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         self._start("train")
@@ -112,7 +112,7 @@ class Timer(Callback):
 
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
         if self.duration_s is not None and self.interval == "epoch":
-            self._look(trainer)
+            self._check_time(trainer)
 
     def on_sanity_check_start(self, trainer: Run, task: TaskModule) -> None:
         self._start("sanity_check")
@@ -149,7 +149,7 @@ class Timer(Callback):
     def _end(self, stage: str) -> None:
         self._ended_s[stage] = time.monotonic()
 
-    def _look(self, trainer: Run) -> None:
+    def _check_time(self, trainer: Run) -> None:
         """Stop if time is up by rank 0's clock. Collective with several processes."""
         if from_main_rank(trainer, self._remaining_or_forever() <= 0):
             self._stop(trainer)

@@ -377,14 +377,14 @@ class ModuleTraces:
         """Yield the recorded modules."""
         return (module for module, *_ in self._before)
 
-    def note(self) -> None:
+    def record_changes(self) -> None:
         """Record which attributes and hooks the library has added. Call this before anything else adds more."""
         self._added = []
         for module, _, names, hooks in self._before:
             self._added.append((module, set(vars(module)) - names, hook_keys(module) - hooks))
 
     def remove(self) -> None:
-        """Restore classes, and remove the attributes and hooks that `note` has recorded. Keep parameters."""
+        """Restore classes, and remove the attributes and hooks that `record_changes` has found. Keep parameters."""
         for module, cls, *_ in self._before:
             module.__class__ = cls
         for module, names, hooks in self._added:

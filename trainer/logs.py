@@ -119,14 +119,14 @@ class Logs:
             return
         self.group.start(RunInfo(self._settings.root))
         if self.group.record is not None:
-            self.note(self._stage or "fit", **facts(self.group.record.folder))
+            self.record_event(self._stage or "fit", **facts(self.group.record.folder))
 
     def finish(self, status: Status) -> None:
         """Record the end of the stage and finish the loggers, if `make_group` was called."""
         if self.group is None:
             return
         try:
-            self.note("end", stage=self._stage or "fit", status=status)
+            self.record_event("end", stage=self._stage or "fit", status=status)
         finally:
             self.group.finish(status)
 
@@ -147,7 +147,7 @@ class Logs:
                 self.group.log_hyperparams(hyperparameters)
         self.group.log_graph(task, task.example_input_array)
 
-    def note(self, event: str, **facts: object) -> None:
+    def record_event(self, event: str, **facts: object) -> None:
         """Add an event to the run's record, if there is one: on the main rank, with a logger. Not collective."""
         if self.group is not None and self.group.record is not None:
             self.group.record.add(event, self._progress.state.step, facts)
@@ -255,7 +255,7 @@ class Logs:
         flushed = self.metrics.flush_step(self.exchange, last_step)
         self.take(flushed, "train", epoch)
         if self.group is not None and self.group.record is not None:
-            self.note("progress", **flushed.last_step, **progress_facts(self._progress.state, self._engine))
+            self.record_event("progress", **flushed.last_step, **progress_facts(self._progress.state, self._engine))
 
 
 def _hyperparameters(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:

@@ -396,7 +396,7 @@ class FitLoop:
             raise
         run.evaluation.own_objects = []
         run.logs.metrics.in_step = was_in_step
-        run.logs.note("validation", seconds=round(time.perf_counter() - began_s, 3))
+        run.logs.record_event("validation", seconds=round(time.perf_counter() - began_s, 3))
 
     def _discard_validation(self) -> None:
         """Reset the metric objects that an unfinished validation has updated."""

@@ -202,7 +202,7 @@ class ZeroModel:
             )
         keep_unaligned_gradients(self.engine.optimizer)
         keep_own_adagrad(self.engine)
-        self._traces.note()  # after the engine's changes, which `remove` undoes
+        self._traces.record_changes()  # after the engine's changes, which `remove` undoes
         self.engine.lr_scheduler = None  # the training loop steps it
         self.optimizer: Any = None if optimizer is None else self.engine.basic_optimizer
         connect_schedule(schedule, self.optimizer, plan, config.origin)

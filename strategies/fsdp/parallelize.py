@@ -293,7 +293,7 @@ def parallelize(
             if sharding.precision.fp8_all_gather:
                 gather = Float8Gather(roots[0], units)
                 undo.callback(gather.undo)
-        traces.note()  # before `OutsideSteps` adds hooks, which it removes itself
+        traces.record_changes()  # before `OutsideSteps` adds hooks, which it removes itself
         outputs_split = None
         if layers is not None:
             outputs_split = layers.splits_loss

@@ -342,7 +342,7 @@ class Pipeline:
         current.has_entered = True
         output = call(*args, **kwargs)
         if stage < self.last and module is parts[-1]:
-            raise _StageDone(_carried(output, module))
+            raise _StageDone(_carry_of(output, module))
         return output
 
     def _check_arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
@@ -521,7 +521,7 @@ def _with_carry(carry: torch.Tensor | None, output: object) -> Any:
     return carry
 
 
-def _carried(output: object, module: nn.Module) -> torch.Tensor:
+def _carry_of(output: object, module: nn.Module) -> torch.Tensor:
     """Return the tensor in the output of a stage's last layer that the next stage receives."""
     carry = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(carry, torch.Tensor):

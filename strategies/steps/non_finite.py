@@ -68,7 +68,7 @@ def reading_waits(device: torch.device) -> bool:
 class FirstNonFinite:
     """Record of the first step whose loss or gradients were not finite: number, loss, and one flag per parameter.
 
-    The record is stored on the device, so that `note` does not wait for the device or for other ranks.
+    The record is stored on the device, so that `record` does not wait for the device or for other ranks.
 
     Args:
         step: The step whose loss and gradients are checked.
@@ -79,8 +79,8 @@ class FirstNonFinite:
         self._step = step
         # By id, because the == of tensors compares their values: index of the parameter in `_flags`.
         self._index = {id(parameter): i for i, parameter in enumerate(parameters_of(step.optimizers))}
-        # Indices of the parameters with gradients in the last call of `note`, and the same on the device. Kept, because
-        # they seldom change and a copy to the device takes time. None before the first call.
+        # Indices of the parameters with gradients in the last call of `record`, and the same on the device. Kept,
+        # because they seldom change and a copy to the device takes time. None before the first call.
         self._indices: tuple[int, ...] = ()
         self._indices_on_device: torch.Tensor | None = None
         # The record: the step's number, or -1 if there was none; its loss; one flag per parameter.
@@ -88,7 +88,7 @@ class FirstNonFinite:
         self._loss = torch.zeros((), device=device)
         self._flags = torch.zeros(len(self._index), dtype=torch.bool, device=device)
 
-    def note(self, loss: torch.Tensor, number: int) -> None:
+    def record(self, loss: torch.Tensor, number: int) -> None:
         """Check a step between `forward_backward` and `optimizer_step`. With loss scaling, only the loss is checked.
 
         Does not wait for the device: the record is replaced by `torch.where`, and not by a condition in Python.

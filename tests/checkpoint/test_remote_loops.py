@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.checkpoint.test_remote_runs import folders, names
 from tests.contracts.test_own_loop import Net, data, make_optimizer
+from trainwright.accelerator import project
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import TrainwrightWarning
@@ -85,3 +86,20 @@ def test_a_missing_state_is_an_error_and_a_taken_number_is_skipped(memory: str, 
     with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_0"):
         Loop(tmp_path / "b", f"{memory}/run").run(1)
     assert names(f"{memory}/run/checkpoints") == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_a_loop_asks_the_service_once_before_its_saves(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def remote_names(url: str) -> list[str]:
+        asked.append(url)
+        return []
+
+    monkeypatch.setattr(project, "remote_names", remote_names)
+    loop = Loop(tmp_path, None)
+    for place in (f"{memory}/run/a", f"{memory}/run/b", f"{memory}/other/a"):
+        loop.accelerator.save_state(place)
+    assert asked == [f"{memory}/run", f"{memory}/other"]
+    assert folders(f"{memory}/run") == ["a", "b"]

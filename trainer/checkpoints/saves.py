@@ -423,7 +423,7 @@ class Saves:
             num_bytes = 0
             for part in manifest.parts.values():
                 num_bytes += sum(entry.size for entry in part.files.values())
-            self._logs.note(
+            self._logs.record_event(
                 "save",
                 name=published.path.name,
                 of_step=manifest.step,

@@ -105,7 +105,7 @@ class GuardedStep:
             loss = engine.step.forward_backward(group)
             if self._first is not None and loss is not None:
                 self._places[self._run.state.step] = (group.first_idx, len(group.batches))
-                self._first.note(loss, self._run.state.step)
+                self._first.record(loss, self._run.state.step)
             return loss
         self._buffers.refresh()
         loss = engine.step.forward_backward(group)
@@ -256,7 +256,7 @@ class GuardedStep:
         short_ids: list[Ids] | None = None
         if bad_step.sample_ids is not None:
             short_ids = [of_rank[:_MAX_RECORDED_SAMPLES] for of_rank in bad_step.sample_ids]
-        run.logs.note("skipped", **replace(skipped, sample_ids=short_ids).to_dict())
+        run.logs.record_event("skipped", **replace(skipped, sample_ids=short_ids).to_dict())
 
     def _check_may_roll_back(self, bad_step: _NonFiniteStep, group: Group) -> None:
         """Raise a NonFiniteError if a rollback would not help, or no further rollback is allowed. Collective."""

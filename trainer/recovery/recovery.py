@@ -142,7 +142,7 @@ class Recovery:
         done = self._save_before_exit()
         if self._settings.arguments.auto_requeue and name == "SIGUSR1" and self._engine.is_main:
             done += requeue_job()
-        self._logs.note("preemption", signal=name, text=done)
+        self._logs.record_event("preemption", signal=name, text=done)
         step = self._progress.state.step
         self._hooks.print(f"trainwright: rank {self.preemption.receiver} received {name} at step {step}: {done}")
         raise Preempted(name)
@@ -273,7 +273,7 @@ class Recovery:
         metrics.in_step = False
         metrics.batch = None
         metrics.flush_step()  # discards values of the abandoned steps
-        self._logs.note("rollback", reason=request.reason, path=str(request.path))
+        self._logs.record_event("rollback", reason=request.reason, path=str(request.path))
         if self._logs.group is not None:
             self._logs.group.finish("interrupted")  # once started again, they remove entries after the checkpoint
         data.close()  # its workers have read past the checkpoint's position
@@ -364,7 +364,7 @@ class Recovery:
         explained = self._engine.explain_error(error, task)
         reported = error if explained is None else explained
         if not isinstance(reported, (Preempted, KeyboardInterrupt)):  # neither is an error of the run
-            self._logs.note("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
+            self._logs.record_event("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
         hooks: list[Callable[[], Any]] = []
         for hook in self._hooks.table.on_exception:
             hooks.append(partial(hook, self._hooks.trainer, task, reported))

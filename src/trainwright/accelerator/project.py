@@ -98,6 +98,9 @@ class StateFolders:
         self.configuration = configuration
         self.run_id = secrets.token_hex(8)
         self._is_prepared = False  # the first automatic save has removed unfinished states of killed processes
+        # URLs that this process has reached. A save asks the service again only when it uploads, so that a loop with
+        # asynchronous saves does not wait for the service each time.
+        self._reached: set[str] = set()
         self._has_loaded = False  # a state was loaded, so that earlier states in the folder are expected
 
     @property
@@ -152,13 +155,16 @@ class StateFolders:
         An automatic number is greater than the numbers of all states in the folder, of any run, valid or damaged.
 
         Raises:
-            CheckpointError: The service of a URL cannot be reached, or denies access.
+            CheckpointError: The service of a URL cannot be reached, or denies access. Checked in the first save to the
+                folder of `output_dir`.
             MissingPackageError: The package of the service is not installed.
         """
         if output_dir is not None:
-            if is_url(output_dir):
-                remote_names(parent_url(os.fspath(output_dir)))  # raises an error before the state is written
-            return os.fspath(output_dir)
+            place = os.fspath(output_dir)
+            if is_url(place) and parent_url(place) not in self._reached:
+                remote_names(parent_url(place))  # raises an error before the state is written
+                self._reached.add(parent_url(place))
+            return place
         if not self._is_prepared:
             RunFolder(self._local_folder).prepare()  # a killed process may have left an unfinished state
             self._is_prepared = True
