@@ -141,6 +141,9 @@ def apply(work: Work, device: torch.device, minutes: float) -> Tuned:
             stdout=subprocess.PIPE,
         )
         rows = json.loads(done.stdout)["rows"]
+        for row in rows:
+            if row["before"] is not None:
+                print(f"{row['remedy']}: {row['before']:.4g} to {row['after']:.4g} {row['unit']}; {row['result']}")
         kept = [row for row in rows if row["kept"]]
         file = folder / "config.tuned.yaml"
         return Tuned(
@@ -157,9 +160,12 @@ def compare(work: Work, device: torch.device, minutes: float, rounds: int) -> tu
     contenders = {
         HAND: partial(by_hand, work, device),
         PLAIN: partial(fit, work, device, Tuned()),
-        TUNED: partial(fit, work, device, tuned),
     }
-    return tuned, interleave(contenders, rounds)
+    if tuned.kept:
+        contenders[TUNED] = partial(fit, work, device, tuned)
+    seconds = interleave(contenders, rounds)
+    seconds.setdefault(TUNED, seconds[PLAIN])  # nothing was kept: the same configuration
+    return tuned, seconds
 
 
 def ratio(seconds: dict[str, list[float]], name: str) -> float:

@@ -22,9 +22,9 @@ _STAGES = ("train", "validate", "test", "predict", "sanity_check")
 class Timer(Callback):
     """Callback that measures the time of each stage and stops training after `duration`.
 
-    Training time is added up across resumes, without the time between sessions. Rank 0's clock is used. With
-    `interval="epoch"` it is broadcast at every epoch's end. With `"step"` it is broadcast at few steps (see
-    `AgreedClock`), and the other steps cost one comparison.
+    Training time is added up across resumes, without the time between sessions. Steps that a rollback discards count.
+    Rank 0's clock is used. With `interval="epoch"` it is broadcast at every epoch's end. With `"step"` it is broadcast
+    at few steps (see `AgreedClock`), and the other steps cost one comparison.
 
     Args:
         duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, or its arguments as a dict
@@ -86,6 +86,9 @@ class Timer(Callback):
         return {"time_elapsed": {"train": self.time_elapsed()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        is_training = "train" in self._started_s and "train" not in self._ended_s
+        if is_training:  # the run rolls back: the time of the steps that it discards counts, too
+            return
         self._offset_s = float(state_dict["time_elapsed"]["train"])
         self._started_s.pop("train", None)
         self._ended_s.pop("train", None)

@@ -124,7 +124,17 @@ class ParallelismConfig(KwargsHandler):
         """The active axes along which ranks work on one batch."""
         return [axis for axis in self.active_mesh_dims if not axis.startswith("dp_")]
 
-    fsdp_dim_names = dp_dim_names
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes of `build_device_mesh` over which FSDP replicates and shards a model.
+
+        Ranks that split sequences hold shards, too: they belong to the axis `dp_shard`.
+        """
+        names = ["dp_replicate"] if self.dp_replicate_enabled else []
+        if self.dp_shard_enabled or self.cp_enabled or self.sp_enabled:
+            names.append("dp_shard")
+        return names
+
     dp_replicate_enabled = _is_several("dp_replicate", "True if there are several replicas.")
     dp_shard_enabled = _is_several("dp_shard", "True if replicas are sharded.")
     tp_enabled = _is_several("tp", "True if layers are split.")

@@ -48,6 +48,19 @@ def test_without_a_plugin_it_describes_the_strategy(sizes: dict[str, int], expec
         assert getattr(found, name, None) == getattr(expected, name, None)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ({"tp_size": 2}, []),
+        ({"cp_size": 2, "tp_size": 2}, ["dp_shard"]),
+        ({"sp_size": 2, "dp_replicate_size": 2}, ["dp_replicate", "dp_shard"]),
+        ({"dp_replicate_size": 2}, ["dp_replicate"]),
+    ],
+)
+def test_ranks_that_split_sequences_belong_to_the_axes_of_fsdp(sizes: dict[str, int], names: list[str]) -> None:
+    assert ParallelismConfig(**sizes).fsdp_dim_names == names
+
+
 def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "3")
     config = ParallelismConfig(dp_replicate_size=2, tp_size=4)
